@@ -34,12 +34,12 @@ from deskside.data.chat.prepare_chat import (
 )
 from deskside.data.corpus.heldout import is_validation
 from deskside.data.corpus.process_pool import map_in_order
-from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.corpus.records import iter_records
 from deskside.data.corpus.sources import BadInputLog, Source
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import fingerprint
 from deskside.utils.parsing import json_value
+from deskside.utils.progress import ProgressBar
 
 FORMAT_VERSION = 1  # of the folder; written to index.json
 CONVERSION_VERSION = 3  # raised when the conversion of the same records gives other content

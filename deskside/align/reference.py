@@ -20,11 +20,11 @@ from deskside.align import answers
 from deskside.align.answers import AnswerBatch, to_device
 from deskside.align.prepared import NOUN
 from deskside.align.text_rows import TextRows, rows_of_rank
-from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.train.objective import Session
 from deskside.train.prepare.preflight import EVALUATE_SHARE, REPORT_SHARE, SAMPLE_SHARE
 from deskside.utils.errors import RunError
 from deskside.utils.files import replace_atomically
+from deskside.utils.progress import ProgressBar
 
 # File in the run directory with the cache key of the reference log-probabilities, and the rows used if not all.
 REFERENCE = "reference.json"

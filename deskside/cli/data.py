@@ -5,6 +5,7 @@ With --json standard output holds one JSON object; everything else is printed on
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,11 +18,13 @@ from deskside.cli.shared_options import JsonOption
 from deskside.data.corpus.heldout import validation_warnings
 from deskside.data.reading import shards
 from deskside.utils import hub
+from deskside.utils.console import say
 from deskside.utils.errors import UsageError
+from deskside.utils.format import count, elapsed, plural
 from deskside.utils.signals import signal_number
 
 if TYPE_CHECKING:
-    from rich.table import Table
+    from deskside.utils.printer import Printer
 
 _SEQUENCE_LENGTHS = (512, 1024, 2048)  # for which `show` tells how full the rows are
 
@@ -141,25 +144,38 @@ def _prepare(options: PrepareOptions) -> int:
         )
         report = prepare(options.sources, options.out, corpus_options)
     except KeyboardInterrupt as error:
-        print("interrupted; run the same command again to continue", file=sys.stderr)
+        say("interrupted; run the same command again to continue")
         return 128 + signal_number(error)
     if options.json:
         print_json(vars(report))
         return 0
+    from deskside.cli.answer import print_answer
+    from deskside.utils.printer import Printer
+
+    printer = Printer()
     for split in sorted(report.tokens):
         size, tokens = report.text_bytes[split], report.tokens[split]
-        print(
-            f"{split}: {report.documents[split]:,} documents, {tokens:,} tokens, "
-            f"{size / 1e6:,.1f} MB of text, {size / tokens:.2f} bytes per token"
+        printer.text(
+            f"{split}: {plural(report.documents[split], 'document')}, {tokens:,} tokens, "
+            f"{size / 1e6:,.1f} MB of text, {size / tokens:.2f} bytes per token",
+            hanging=2,
         )
     if report.gzip_bpb is not None and report.unigram_bpb is not None:
-        print(f"val baselines: gzip {report.gzip_bpb:.3f}, unigrams {report.unigram_bpb:.3f} bits per byte")
-    _print_left_out(report.bad_input, report.ignored_files, report.duplicates_of_validation)
+        printer.text(
+            f"val baselines: gzip {report.gzip_bpb:.3f}, unigrams {report.unigram_bpb:.3f} bits per byte"
+        )
+    _print_left_out(printer, report.bad_input, report.ignored_files, report.duplicates_of_validation)
     for warning in report.warnings:
-        print(f"warning: {warning}")
+        printer.text(f"warning: {warning}", "attention", hanging=2)
     kept = f", {report.kept} kept" if report.kept else ""
-    print(
-        f"{report.out}: vocabulary {report.vocab_size:,}, {report.made} shards made{kept}, {report.seconds:.0f} s"
+    out = shlex.quote(str(report.out))
+    print_answer(
+        printer,
+        f"{count(report.tokens['train'])} training tokens, vocabulary {report.vocab_size:,}: "
+        f"{plural(report.made, 'shard')} made{kept} in {elapsed(report.seconds)}.",
+        {"data": Path(report.out)},
+        f"plan --here --hours 24 --unique-tokens {report.tokens['train']}",
+        f"train 124m --data.path {out} --hours 2",
     )
     return 0
 
@@ -171,19 +187,23 @@ def _line_limit(megabytes: float) -> int:
     return int(megabytes * 1e6)
 
 
-def _print_left_out(bad_input: Mapping[str, Any], ignored: Mapping[str, Any], duplicates: int) -> None:
+def _print_left_out(
+    printer: Printer, bad_input: Mapping[str, Any], ignored: Mapping[str, Any], duplicates: int
+) -> None:
     """Print the numbers of records, files and documents that were left out, with examples."""
-    for split, reasons in bad_input.items():
-        for reason, entry in reasons.items():
-            print(
-                f"left out of {split}: {entry['count']:,} x {reason}, for example {', '.join(entry['first'])}"
-            )
+    lines = [
+        f"left out of {split}: {entry['count']:,} x {reason}, for example {', '.join(entry['first'])}"
+        for split, reasons in bad_input.items()
+        for reason, entry in reasons.items()
+    ]
     if ignored:
-        print(
+        lines.append(
             f"not read: {ignored['count']:,} files of other types, for example {', '.join(ignored['first'])}"
         )
     if duplicates:
-        print(f"left out of train: {duplicates:,} documents that are also in the validation sources")
+        lines.append(f"left out of train: {duplicates:,} documents that are also in the validation sources")
+    for line in lines:
+        printer.text(line, "attention", hanging=2)
 
 
 def _verify(options: VerifyOptions) -> int:
@@ -238,64 +258,61 @@ def _show(options: ShowOptions) -> int:
     if options.json:
         print_json({"vocab_size": index.tokenizer.vocab_size, "splits": splits})
         return 0
-    _print_tables(index, splits)
-    _print_left_out(index.bad_input, index.ignored_files, index.duplicates_of_validation)
+    from deskside.utils.printer import Printer
+
+    printer = Printer()
+    _print_tables(printer, index, splits)
+    _print_left_out(printer, index.bad_input, index.ignored_files, index.duplicates_of_validation)
     for warning in validation_warnings(index):
-        print(f"warning: {warning}")
+        printer.text(f"warning: {warning}", "attention", hanging=2)
     return 0
 
 
-def _print_tables(index: shards.DatasetIndex, splits: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
+def _print_tables(printer: Printer, index: shards.DatasetIndex, splits: dict[str, Any]) -> None:
+    def row(label: str, cell: Callable[[dict[str, Any]], str]) -> list[str]:
+        return [label, *map(cell, splits.values())]
 
-    console = Console()
-    table = Table(title=f"vocabulary {index.tokenizer.vocab_size:,}, {index.dtype}")
-    table.add_column("")
-    for name in splits:
-        table.add_column(name, justify="right")
-
-    def add_row(label: str, cell: Callable[[dict[str, Any]], str]) -> None:
-        table.add_row(label, *map(cell, splits.values()))
-
-    add_row("documents", lambda split: f"{split['documents']:,}")
-    add_row("tokens", lambda split: f"{split['tokens']:,}")
-    add_row("text, MB", lambda split: f"{split['text_bytes'] / 1e6:,.1f}")
-    add_row("bytes per token", lambda split: f"{split['bytes_per_token']:.2f}")
-    add_row("gzip, bits per byte", lambda split: f"{split['gzip_bpb']:.3f}" if split["gzip_bpb"] else "")
-    add_row(
-        "unigrams, bits per byte", lambda split: f"{split['unigram_bpb']:.3f}" if split["unigram_bpb"] else ""
-    )
+    rows = [
+        row("documents", lambda split: f"{split['documents']:,}"),
+        row("tokens", lambda split: f"{split['tokens']:,}"),
+        row("text, MB", lambda split: f"{split['text_bytes'] / 1e6:,.1f}"),
+        row("bytes per token", lambda split: f"{split['bytes_per_token']:.2f}"),
+        row("gzip, bits per byte", lambda split: f"{split['gzip_bpb']:.3f}" if split["gzip_bpb"] else ""),
+        row(
+            "unigrams, bits per byte",
+            lambda split: f"{split['unigram_bpb']:.3f}" if split["unigram_bpb"] else "",
+        ),
+    ]
     for length in map(str, _SEQUENCE_LENGTHS):
-        table.add_row(
-            f"rows of {length} filled", *(f"{s['utilisation'][length]:.2%}" for s in splits.values())
-        )
-    console.print(table)
-    table = Table(title="train by source")
-    for column in ("source", "lang", "documents", "tokens"):
-        table.add_column(column, justify="right" if column in ("documents", "tokens") else "left")
-    for tag in splits["train"]["tags"]:
-        table.add_row(tag["source"], tag["lang"], f"{tag['documents']:,}", f"{tag['tokens']:,}")
-    console.print(table)
+        filled = (f"{split['utilisation'][length]:.2%}" for split in splits.values())
+        rows.append([f"rows of {length} filled", *filled])
+    printer.text(f"vocabulary {index.tokenizer.vocab_size:,}, {index.dtype}", "strong")
+    printer.table(["", *splits], rows, "l" + "r" * len(splits))
+    tags = [
+        [tag["source"], tag["lang"], f"{tag['documents']:,}", f"{tag['tokens']:,}"]
+        for tag in splits["train"]["tags"]
+    ]
+    printer.heading("train by source")
+    printer.table(["source", "lang", "documents", "tokens"], tags, "llrr")
     for name, split in splits.items():
         if len(split["languages"]) > 1:
-            console.print(_languages_table(name, split["languages"]))
+            _print_languages(printer, name, split["languages"])
 
 
-def _languages_table(split: str, languages: dict[str, dict[str, Any]]) -> Table:
-    from rich.table import Table
-
-    table = Table(title=f"{split} by language; fertility: tokens per word")
-    for column in ("language", "documents", "tokens", "text, MB", "bytes per token", "fertility"):
-        table.add_column(column, justify="left" if column == "language" else "right")
+def _print_languages(printer: Printer, split: str, languages: dict[str, dict[str, Any]]) -> None:
+    rows = []
     for name, row in languages.items():
         size, density, fertility = (row[key] for key in ("text_bytes", "bytes_per_token", "fertility"))
-        table.add_row(
-            name,
-            f"{row['documents']:,}",
-            f"{row['tokens']:,}",
-            "" if size is None else f"{size / 1e6:,.1f}",
-            "" if density is None else f"{density:.2f}",
-            "" if fertility is None else f"{fertility:.2f}",
+        rows.append(
+            [
+                name,
+                f"{row['documents']:,}",
+                f"{row['tokens']:,}",
+                "" if size is None else f"{size / 1e6:,.1f}",
+                "" if density is None else f"{density:.2f}",
+                "" if fertility is None else f"{fertility:.2f}",
+            ]
         )
-    return table
+    printer.heading(f"{split} by language; fertility: tokens per word")
+    headings = ["language", "documents", "tokens", "text, MB", "bytes per token", "fertility"]
+    printer.table(headings, rows, "lrrrrr")

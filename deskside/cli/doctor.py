@@ -1,18 +1,19 @@
 """`deskside doctor`: check this machine and print the findings."""
 
-import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-
-from rich.console import Console
 
 from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption
 from deskside.doctor import kept_trials, summary
 from deskside.doctor.examine import Say, examine
+from deskside.utils.console import say
 from deskside.utils.errors import UsageError
+from deskside.utils.format import elapsed
+from deskside.utils.printer import Printer, is_interactive, make_console
 from deskside.utils.trials import TrialCache
 
 
@@ -46,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
     if options.json:
         print_json(findings)
     else:
-        summary.show(findings, Console())
+        summary.show(findings, Printer())
     return 0 if findings["trains"] else 1
 
 
@@ -66,16 +67,20 @@ def _kept_trials(options: DoctorOptions) -> int:
     if options.json:
         print_json(described)
     else:
-        kept_trials.show(described, Console())
+        kept_trials.show(described, Printer())
     return 0
 
 
 @contextmanager
 def _progress() -> Iterator[Say]:
-    """Show the current check on standard error: a status line in a terminal, plain lines elsewhere."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda text: print(f"doctor: {text}", file=sys.stderr, flush=True)
+    """Show the current check and the elapsed time on standard error, on one line in a terminal."""
+    console, began = make_console(stderr=True), time.monotonic()
+
+    def current(text: str) -> str:
+        return f"{text}, {elapsed(time.monotonic() - began)}"
+
+    if not is_interactive(console):
+        yield lambda text: say(f"doctor: {current(text)}")
         return
     with console.status("") as status:
-        yield lambda text: status.update(text)
+        yield lambda text: status.update(current(text))

@@ -10,6 +10,7 @@ from deskside.evaluate.run_task import PreparedTask, TaskResult
 from deskside.evaluate.tasks import Translation
 from deskside.utils.errors import UsageError
 from deskside.utils.parsing import Unreadable, json_value
+from deskside.utils.printer import Printer
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -86,26 +87,35 @@ def as_json(differences: Mapping[str, PairedDifference], model: str) -> dict[str
 
 
 def print_differences(
-    results: Sequence[TaskResult], differences: Mapping[str, PairedDifference], first: str, second: str
+    printer: Printer,
+    results: Sequence[TaskResult],
+    differences: Mapping[str, PairedDifference],
+    first: str,
+    second: str,
 ) -> None:
-    """Print one line for each task."""
+    """Print a row for each task."""
     from deskside.study.stats.statistics import FALSE_DISCOVERY_RATE
 
-    width = max(len("task"), *map(len, differences))
     verdicts = shown_significant(differences)
-    print(f"\nfirst: {first}\nsecond: {second}")
-    print(f"{'task':<{width}}   first  second  difference   95 % interval    items  significant")
+    rows = []
     for result in results:
         name, each = result.chosen.name, differences[result.chosen.name]
         scale = 1 if isinstance(result.chosen.task, Translation) else 100  # chrF2 goes to 100 itself
         interval = "unknown"
         if each.low is not None and each.high is not None:
             interval = f"{scale * each.low:+.1f} to {scale * each.high:+.1f}"
-        print(
-            f"{name:<{width}} {scale * each.first:>7.1f} {scale * each.second:>7.1f} {scale * each.difference:>+11.1f}"
-            f"   {interval:>14} {each.n:>8,}  {'yes' if verdicts[name] else 'no'}"
+        values = (
+            f"{scale * each.first:.1f}",
+            f"{scale * each.second:.1f}",
+            f"{scale * each.difference:+.1f}",
         )
-    print(
+        rows.append([name, *values, interval, f"{each.n:,}", "yes" if verdicts[name] else "no"])
+    printer.text()
+    printer.fields([("first", first), ("second", second)])
+    headings = ["task", "first", "second", "difference", "95 % interval", "items", "significant"]
+    printer.table(headings, rows, "lrrrrrl")
+    printer.text(
         "of 100, measured on the same items; significant: corrected for several tasks, a false discovery rate of "
-        f"{FALSE_DISCOVERY_RATE:.0%}"
+        f"{FALSE_DISCOVERY_RATE:.0%}",
+        "quiet",
     )

@@ -5,13 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 from deskside.cli.eval import EvalOptions
-from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.evaluate.likelihood import Encoder
 from deskside.evaluate.long_context import DEPTHS, TASKS, LongContextCell, count_steps, long_context
 from deskside.evaluate.run_task import EvaluatedModel
 from deskside.run.directory import RunDirectory
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.printer import Printer
+from deskside.utils.progress import ProgressBar
 from deskside.weights.load import Loaded
 
 TRIALS, SEED = 5, 0
@@ -78,20 +79,21 @@ def long_context_json(cells: Sequence[LongContextCell]) -> dict[str, Any]:
     return {"seed": SEED, "cells": [cell.as_dict() for cell in cells]}
 
 
-def print_long_context(cells: Sequence[LongContextCell]) -> None:
-    """Print a row of at most 80 columns for each task and length, with the accuracy at each depth and of all."""
-    width = max(len("task"), *(len(cell.task) for cell in cells))
-    first, *others = (f"{depth:.0%}" for depth in DEPTHS)
-    depths = f"{'depth ' + first:>10}" + "".join(f"{depth:>6}" for depth in others)
-    print(f"{'task':<{width}} {'tokens':>8}{depths}{'all':>6}{'texts':>6}{'nats':>8}")
+def print_long_context(printer: Printer, cells: Sequence[LongContextCell]) -> None:
+    """Print a row for each task and length, with the accuracy at each depth and of all."""
+    rows = []
     for name, length in dict.fromkeys((cell.task, cell.length) for cell in cells):
         row = [cell for cell in cells if (cell.task, cell.length) == (name, length)]
         by_depth = {cell.depth: f"{cell.accuracy:.0%}" for cell in row}
-        shares = f"{by_depth.get(DEPTHS[0], ''):>10}" + "".join(
-            f"{by_depth.get(d, ''):>6}" for d in DEPTHS[1:]
-        )
         texts = sum(cell.n for cell in row)
         everything = sum(cell.recall for cell in row) / texts
         nats = sum(cell.nats for cell in row) / len(row)
-        print(f"{name:<{width}} {length:>8}{shares}{everything:>6.0%}{texts:>6}{nats:>8.2f}")
-    print("share of the expected words in the answers, measured; nats: mean -ln p of the expected answer")
+        shares = (by_depth.get(depth, "") for depth in DEPTHS)
+        rows.append([name, f"{length:,}", *shares, f"{everything:.0%}", str(texts), f"{nats:.2f}"])
+    depths = [f"{depth:.0%} deep" for depth in DEPTHS]
+    headings = ["task", "tokens", *depths, "all", "texts", "nats"]
+    printer.table(headings, rows, "l" + "r" * (len(headings) - 1))
+    printer.text(
+        "share of the expected words in the answers, measured; nats: mean -ln p of the expected answer",
+        "quiet",
+    )

@@ -1,5 +1,6 @@
 """The work of `deskside eval`, apart from its options, which are parsed without torch."""
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer
 
+from deskside.cli.answer import print_answer
 from deskside.cli.eval import EvalOptions
 from deskside.cli.eval_compare import (
     Records,
@@ -27,10 +29,9 @@ from deskside.cli.eval_long_context import (
 from deskside.cli.output import print_json
 from deskside.config.run import RunConfig
 from deskside.data.chat.renderer import Renderer, read_chat_template
-from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.engine.device import select_device, select_dtype
 from deskside.evaluate.likelihood import Encoder
-from deskside.evaluate.long_context import check_lengths
+from deskside.evaluate.long_context import LongContextCell, check_lengths
 from deskside.evaluate.parallel_text import ParallelResult, ParallelText, measure_parallel
 from deskside.evaluate.run_task import (
     CORE_TASKS,
@@ -49,6 +50,9 @@ from deskside.evaluate.translation import check_sacrebleu
 from deskside.utils import strict_json
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.format import plural
+from deskside.utils.printer import Printer
+from deskside.utils.progress import ProgressBar
 from deskside.weights.load import Loaded, load_model
 
 BATCH_TOKENS = {"cpu": 8192, "cuda": 65536}  # default tokens per forward pass
@@ -111,16 +115,23 @@ def eval_model(options: EvalOptions) -> int:
             output["compare"] = compare_json(differences, str(options.compare))
         print_json(output)
         return 1 if failed else 0
+    printer = Printer()
     if measured is not None:
-        _print_measured(measured)
+        _print_measured(printer, measured)
     if cells:
-        print_long_context(cells)
+        print_long_context(printer, cells)
     if parallel is not None:
-        _print_parallel(parallel)
+        _print_parallel(printer, parallel)
     if results:
-        _print_tasks(results, core_result)
+        _print_tasks(printer, results, core_result)
     if differences:
-        print_differences(results, differences, options.model, str(options.compare))
+        print_differences(printer, results, differences, options.model, str(options.compare))
+    parts = _found(measured, cells, results, core_result)
+    if parts:
+        files = {} if options.items is None else {"items": Path(options.items)}
+        model = shlex.quote(options.source)
+        commands = [f"eval {model} --tasks core --tasks-dir hf:"] if options.tasks is None else []
+        print_answer(printer, f"{options.model}: {', '.join(parts)}.", files, *commands, f"chat {model}")
     return 1 if failed else 0
 
 
@@ -291,59 +302,82 @@ def _chat_renderer(loaded: Loaded) -> Renderer:
 # Output
 
 
-def _print_measured(measured: TextBpb) -> None:
+def _print_measured(printer: Printer, measured: TextBpb) -> None:
     result = measured.result
-    print(f"{result.bpb:.4f} bits per byte (measured) on {result.bytes:,} bytes of {measured.source}")
-    print(f"{result.loss:.4f} nats per token on {result.tokens:,} tokens, {measured.length} at a time")
-    for bucket in result.by_position if len(result.by_position) > 1 else ():
-        bpb = "unknown" if bucket.bpb is None else f"{bucket.bpb:.4f}"
-        print(
-            f"{bpb} bits per byte at positions {bucket.start:,} to {bucket.stop:,} ({bucket.tokens:,} tokens)"
-        )
+    rows = [[f"{result.bpb:.4f}", f"this model (measured), {measured.length} tokens at a time"]]
     for name, value in measured.baselines.items():
         if value is not None:
-            print(f"{value:.4f} bits per byte of {name.removesuffix('_bpb')} on the same text")
+            rows.append([f"{value:.4f}", f"{name.removesuffix('_bpb')} on the same text"])
+    for bucket in result.by_position if len(result.by_position) > 1 else ():
+        bpb = "unknown" if bucket.bpb is None else f"{bucket.bpb:.4f}"
+        rows.append([bpb, f"positions {bucket.start:,} to {bucket.stop:,} ({bucket.tokens:,} tokens)"])
     for language, one in result.by_language.items():
-        print(f"{one.bpb:.4f} bits per byte of {language}, on {one.bytes:,} bytes")
+        rows.append([f"{one.bpb:.4f}", f"{language}, on {one.bytes:,} bytes"])
+    printer.table(["bits per byte", f"of {result.bytes:,} bytes of {measured.source}"], rows, "rl")
+    printer.text(f"{result.loss:.4f} nats per token on {result.tokens:,} tokens")
 
 
-def _print_parallel(parallel: ParallelResult) -> None:
+def _print_parallel(printer: Printer, parallel: ParallelResult) -> None:
     found = parallel.as_dict()
     first = next(iter(parallel.by_language))
-    width = max(len("language"), *map(len, parallel.by_language))
-    print(f"{'language':<{width}}  bits per sentence  against {first}  bits per byte")
-    for language, one in found["languages"].items():
-        print(
-            f"{language:<{width}}  {one['bits_per_sentence']:>17.1f} {one['relative']:>{9 + len(first)}.2f}"
-            f" {one['bpb']:>14.3f}"
-        )
-    print(f"measured on {found['sentences']:,} sentences of {found['source']}")
+    rows = [
+        [language, f"{one['bits_per_sentence']:.1f}", f"{one['relative']:.2f}", f"{one['bpb']:.3f}"]
+        for language, one in found["languages"].items()
+    ]
+    headings = ["language", "bits per sentence", f"against {first}", "bits per byte"]
+    printer.table(headings, rows, "lrrr")
+    printer.text(f"measured on {found['sentences']:,} sentences of {found['source']}", "quiet")
 
 
-def _print_tasks(results: Sequence[TaskResult], core_result: Core | None) -> None:
-    """Print one line of at most 80 columns for each task."""
-    width = max(len(result.chosen.name) for result in results)
+def _print_tasks(printer: Printer, results: Sequence[TaskResult], core_result: Core | None) -> None:
     translated = [result for result in results if result.correct is None]
-    if translated:
-        print(f"{'task':<{width}}  chrF2   95 % interval   items shots chrF2++  BLEU")
+    judged = [result for result in results if result.correct is not None]
+    rows = []
     for result in translated:
         line = result.as_dict()
-        print(
-            f"{result.chosen.name:<{width}} {line['chrf']:>6.1f} {line['low']:>6.1f} to {line['high']:>6.1f} "
-            f"{result.n:>7,} {result.chosen.shots:>5} {line['chrf++']:>7.1f} {line['bleu']:>5.1f}"
-        )
-    judged = [result for result in results if result.correct is not None]
-    if judged:
-        print(f"{'task':<{width}}  right   95 % interval   items shots centred")
+        interval = f"{line['low']:.1f} to {line['high']:.1f}"
+        scores = (f"{line['chrf++']:.1f}", f"{line['bleu']:.1f}")
+        rows.append([*_task_cells(result, f"{line['chrf']:.1f}", interval), *scores])
+    if translated:
+        headings = ["task", "chrF2", "95 % interval", "items", "shots", "chrF2++", "BLEU"]
+        printer.table(headings, rows, "lrrrrrr")
+    rows = []
     for result in judged:
         line = result.as_dict()
-        print(
-            f"{result.chosen.name:<{width}} {line['accuracy']:>6.1%} {line['low']:>6.1%} to {line['high']:>6.1%}"
-            f" {result.n:>7,} {result.chosen.shots:>5} {line['centred']:>7.3f}"
-        )
+        interval = f"{line['low']:.1%} to {line['high']:.1%}"
+        rows.append([*_task_cells(result, f"{line['accuracy']:.1%}", interval), f"{line['centred']:.3f}"])
+    if judged:
+        printer.table(["task", "right", "95 % interval", "items", "shots", "centred"], rows, "lrrrrr")
     if core_result is not None:
-        print(
-            f"CORE-like: {core_result.value:.4f} ({core_result.low:.4f} to {core_result.high:.4f}, 95 %), the mean of "
-            f"{len(core_result.tasks)} of the {CORE_TASKS} tasks"
-        )
-    print("measured" + ("; centred: 0 is guessing, 1 is all correct" if judged else ""))
+        interval = f"{core_result.low:.4f} to {core_result.high:.4f}, 95 %"
+        of = f"the mean of {len(core_result.tasks)} of the {CORE_TASKS} tasks"
+        printer.text(f"CORE-like: {core_result.value:.4f} ({interval}), {of}")
+    printer.text("measured" + ("; centred: 0 is guessing, 1 is all correct" if judged else ""), "quiet")
+
+
+def _task_cells(result: TaskResult, score: str, interval: str) -> list[str]:
+    return [result.chosen.name, score, interval, f"{result.n:,}", str(result.chosen.shots)]
+
+
+def _found(
+    measured: TextBpb | None,
+    cells: Sequence[LongContextCell],
+    results: Sequence[TaskResult],
+    core_result: Core | None,
+) -> list[str]:
+    """Return what was found, as parts of a sentence."""
+    parts = []
+    if measured is not None:
+        parts.append(f"{measured.result.bpb:.4f} bits per byte")
+    if cells:
+        length = max(cell.length for cell in cells)
+        longest = [cell for cell in cells if cell.length == length]
+        recall = sum(cell.recall for cell in longest) / sum(cell.n for cell in longest)
+        parts.append(f"{recall:.0%} of the expected words in texts of {length:,} tokens")
+    if core_result is not None:
+        parts.append(f"CORE-like {core_result.value:.4f}")
+    judged = [result for result in results if result.correct is not None]
+    if judged:
+        right, items = sum(result.correct or 0 for result in judged), sum(result.n for result in judged)
+        parts.append(f"{right:,.0f} of {items:,} items of {plural(len(judged), 'task')} right")
+    return parts

@@ -10,7 +10,6 @@ import torch
 from deskside import __version__
 from deskside.cli.export import ExportOptions
 from deskside.cli.output import print_json
-from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.tokenizer import GGUF_PRE_TOKENIZER
 from deskside.export.card import model_card
 from deskside.export.gguf import TYPE_NAMES, check_gguf, gguf_name, save_gguf
@@ -22,6 +21,7 @@ from deskside.export.push import check_push, push
 from deskside.run.record import mapping
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.progress import ProgressBar
 from deskside.weights.hf import check_out_dir, save_hf
 from deskside.weights.load import Loaded, load_model
 from deskside.weights.merge_adapters import load_adapted_run

@@ -17,7 +17,6 @@ from pydantic import ValidationError
 
 import deskside
 from deskside.cli.options import Command, option
-from deskside.cli.output import finish
 from deskside.cli.shared_options import (
     MODEL_HELP,
     REVISION_HELP,
@@ -35,12 +34,12 @@ from deskside.config.dimensions import padded_vocabulary
 from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
 from deskside.config.sections import BatchConfig
-from deskside.data.corpus.progress_bar import time_limit
 from deskside.run.directory import RunDirectory
 from deskside.train.prepare.preflight import set_cublas_workspace, too_short
 from deskside.utils.console import say
 from deskside.utils.errors import UsageError
 from deskside.utils.hub import short_name, with_revision
+from deskside.utils.progress import time_limit
 from deskside.utils.quick_start import quick_imports
 
 PREPARE_SHARE = 0.5  # maximum share of a run's time limit for starting and preparing the data
@@ -190,6 +189,8 @@ class FinetuneRun:
         config = self._configure(loaded, data, chat.vocab_size)
         if is_rank_zero and data.parent == Path("data"):  # the default folder
             say(f"data: prepared in {data}; later runs reuse it")
+        from deskside.cli.answer import finish  # imports rich, which takes time
+
         return finish(self._train(config, loaded, chat.reinitialized), self.name, options.json)
 
     def _load(self) -> Any:

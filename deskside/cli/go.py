@@ -26,6 +26,7 @@ from deskside.pipeline import phases
 from deskside.pipeline.pipeline_state import FILE, PipelineState, damaged, tail_seconds
 from deskside.pipeline.state_schema import MAX_GIB, MAX_HOURS
 from deskside.run.directory import RunDirectory
+from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.launched import is_launched
 from deskside.utils.machine import this_machine
@@ -110,7 +111,7 @@ def _run_pipeline(state: PipelineState, options: GoOptions) -> int:
                 next_state = pipeline.run_phases()
         return pipeline.exit_code
     except KeyboardInterrupt:
-        print(f"stopped; continue with: deskside go --resume {state.run.path}", file=sys.stderr)
+        say(f"stopped; continue with: deskside go --resume {state.run.path}")
         raise
 
 

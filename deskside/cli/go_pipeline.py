@@ -7,12 +7,13 @@ afterwards, and alone writes the state of the pipeline.
 import contextlib
 import gc
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from deskside.cli.output import print_json, print_next
+from deskside.cli.output import print_json
 from deskside.cli.shared_options import launch
 from deskside.config import merge
 from deskside.measurements.store import open_store
@@ -21,7 +22,9 @@ from deskside.pipeline.pipeline_state import PipelineState
 from deskside.pipeline.state_schema import PHASES
 from deskside.run.directory import RunDirectory, with_resolved_paths
 from deskside.train.prepare.preflight import set_cublas_workspace
+from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.format import end_time
 from deskside.utils.machine import this_machine
 from deskside.utils.signals import exit_code
 
@@ -42,6 +45,9 @@ class Pipeline:
     def run_phases(self) -> PipelineState | None:
         """Run the remaining phases. Returns the state of the new run if the pipeline continues in another one."""
         first = PHASES.index(self.state.phase)
+        self.say(
+            f"trains, evaluates and reports in {self.state.run.path}; done {end_time(self.state.seconds_left())}"
+        )
         for phase in BEFORE_TRAINING[first:]:
             self.state.enter(phase)
             getattr(self, phase)()
@@ -58,7 +64,7 @@ class Pipeline:
     def say(self, text: str) -> None:
         """Print a line on standard error and add it to the run's events."""
         self.run.event(text)
-        print(text, file=sys.stderr, flush=True)
+        say(text)
 
     def request(self) -> phases.PipelineRequest:
         """Return the pipeline request of the recorded options."""
@@ -219,14 +225,17 @@ class Pipeline:
             budget = {"run": str(self.run.path), "spent_seconds": seconds, "budget_seconds": hours * 3600}
             print_json({**summary, **budget})
             return
-        print(f"validation  {summary['val_bpb']:.3f} bits per byte")
-        for name in ("gzip", "unigram"):
-            if summary.get(f"{name}_bpb") is not None:
-                print(f"{name:<10}  {summary[f'{name}_bpb']:.3f} bits per byte on the same text")
-        for sample in summary["samples"][:1]:
-            print(f"\nsample: {sample['prompt']!r} ->\n  " + "\n  ".join(sample["text"].splitlines()))
-        print_next(
-            page, f"chat {self.run.path}", f"sft {self.run.path} --data CHAT.jsonl    # fine-tune it for chat"
+        from deskside.cli.answer import pretraining_answer, print_answer, print_samples  # import rich
+        from deskside.utils.printer import Printer
+
+        printer, path = Printer(), shlex.quote(str(self.run.path))
+        print_samples(printer, summary["samples"][:1])
+        print_answer(
+            printer,
+            pretraining_answer(self.run, summary),
+            {"run": self.run.path, "report": page},
+            f"chat {path}",
+            f"sft {path} --data CHAT.jsonl",
         )
 
     # Helpers

@@ -24,6 +24,7 @@ from typing import Any, TextIO, cast
 
 from deskside import __version__
 from deskside.utils import launched, signals
+from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
 
 # command -> (module, function, description)
@@ -106,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _failed(text: str, kind: launched.Kind, code: int) -> int:
     """Print an error, or send it to the launcher of this process, and return the exit code."""
     if not launched.report(text, kind):
-        print(text, file=sys.stderr)
+        say(text)
     return code
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from deskside.cli.card_list import list_cards
 from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption
@@ -11,6 +12,7 @@ from deskside.plan.finetuning import METHODS, RANK, ROW_TOKENS, FinetuningNeed, 
 from deskside.plan.request import PlanQuestion, PlanRequest, make_request
 from deskside.utils.errors import UsageError
 from deskside.utils.format import count
+from deskside.utils.printer import Printer, Row
 from deskside.weights.hf_families import FAMILIES
 from deskside.weights.published import PublishedCheckpoint, published_checkpoints
 
@@ -33,7 +35,7 @@ class ModelsOptions(JsonOption):
     name: str | None = option(
         "only families and checkpoints whose name contains this", None, metavar="NAME", positional=True
     )
-    gpu: str | None = option("a GPU such as rtx4090 (deskside plan --gpu list)", None, metavar="NAME")
+    gpu: str | None = option("a GPU such as rtx4090; list: show all", None, metavar="NAME")
     here: bool = option("for the GPU of this machine", False)
     probes: str = option("directory of deskside probe's results", "probes", metavar="DIR")
 
@@ -44,6 +46,8 @@ COMMAND = Command("models", ModelsOptions)
 def run(argv: Sequence[str]) -> int:
     """Run `deskside models` and return the exit code. Raises UsageError."""
     options = COMMAND.parse(argv)
+    if options.gpu == "list":
+        return list_cards(options.json)
     wanted = (options.name or "").lower()
     chosen = [c for c in published_checkpoints() if wanted in c.name.lower() or wanted in c.family.model_type]
     families = [
@@ -86,24 +90,30 @@ def _row(checkpoint: PublishedCheckpoint, request: PlanRequest | None) -> dict[s
 
 
 def _show(families: Sequence[str], rows: Sequence[dict[str, Any]], request: PlanRequest | None) -> None:
-    """Print the families with their checkpoints, at most 80 columns wide."""
+    """Print the families with their checkpoints."""
+    printer = Printer()
     if request is not None:
-        print(f"{request.card.name}: {request.card.memory_bytes / 2**30:.1f} GiB for programs\n")
-    heading = f"{'':38}{'size':>7}"
-    print(heading if request is None else heading + "".join(f"{text:>11}" for text in _COLUMNS.values()))
+        printer.text(
+            f"{request.card.name}: {request.card.memory_bytes / 2**30:.1f} GiB for programs\n", "strong"
+        )
+    methods = () if request is None else tuple(_COLUMNS.values())
+    cells: list[Row] = []
     for name in families:
-        print(f"{name} ({FAMILIES[name].architecture})")
+        cells.append(f"{name} ({FAMILIES[name].architecture})")
         for row in (row for row in rows if row["model_type"] == name):
-            needs = "".join(f"{_cell(FinetuningNeed(**need)):>11}" for need in row.get("needs", {}).values())
-            print(f"  {row['name']:36}{count(row['parameters']):>7}{needs}")
+            needs = (_cell(FinetuningNeed(**need)) for need in row.get("needs", {}).values())
+            cells.append([f"  {row['name']}", count(row["parameters"]), *needs])
+    printer.table(["", "size", *methods], cells, "lr" + "r" * len(methods))
+    printer.text()
     if request is None:
-        print("\nWhat fine-tuning needs on your card: deskside models --here, or --gpu rtx4090.")
+        printer.text("What fine-tuning needs on your card: deskside models --here, or --gpu rtx4090.")
         return
-    print(
-        f"\nGiB of GPU memory with AdamW, one row of {ROW_TOKENS:,} tokens per pass; LoRA of rank {RANK}.\n"
-        "*: with options that save memory, named by --json. no: the least it needs.\n"
-        "-: not supported."
+    printer.text(
+        f"GiB of GPU memory with AdamW, one row of {ROW_TOKENS:,} tokens per pass; LoRA of rank {RANK}.",
+        "quiet",
     )
+    printer.text("*: with options that save memory, named by --json. no: the least it needs.", "quiet")
+    printer.text("-: not supported.", "quiet")
 
 
 def _cell(need: FinetuningNeed) -> str:

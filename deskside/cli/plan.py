@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any
 
+from deskside.cli.card_list import list_cards
 from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import MODEL_HELP, JsonOption
@@ -56,6 +57,7 @@ class PlanOptions(PlanQuestion, JsonOption):
     price_kwh: float | None = option("dollars per kWh", None, metavar="X")
     rent_per_hour: float | None = option("dollars per hour of renting such a GPU", None, metavar="Y")
     probes: str = option("directory of deskside probe's results", "probes", metavar="DIR")
+    details: bool = option("also memory, time and cost by item, and the source of each number", False)
     explain: str | None = option(
         "formula, numbers and source of one item; list: show all", None, metavar="ITEM"
     )
@@ -77,7 +79,7 @@ def run(argv: Sequence[str]) -> int:
     """Run `deskside plan` and return the exit code. Raises UsageError."""
     options, overrides = COMMAND.parse_config(argv)
     if options.gpu == "list":
-        return _list_cards(options.json)
+        return list_cards(options.json)
     claim_names = [field.name for field in fields(claims.Claims)]
     claimed = claims.parse_claims({name: getattr(options, f"claim_{name}") for name in claim_names})
     request = _request(options, overrides, claimed)
@@ -89,11 +91,12 @@ def run(argv: Sequence[str]) -> int:
 
         if options.explain == "list":
             descriptions = explain.descriptions(plan)
-            width = max(map(len, descriptions), default=0)
             if options.json:
                 print_json(descriptions, indent=1)
             else:
-                print("\n".join(f"{name:{width}}  {about}" for name, about in descriptions.items()))
+                from deskside.utils.printer import Printer
+
+                Printer().table(["item", "what it is"], list(descriptions.items()), "ll")
             return 0
         explanation = explain.explain(plan, options.explain)
         if options.json:
@@ -106,34 +109,7 @@ def run(argv: Sequence[str]) -> int:
     else:
         from deskside.plan import render  # imports rich, which takes time
 
-        render.show(plan)
-    return 0
-
-
-def _list_cards(as_json: bool) -> int:
-    """Print the name, memory and speed of every known GPU. Mark GPUs whose architecture no measurement calibrates."""
-    from deskside.facts.gpus import gpus
-    from deskside.plan.published import uncalibrated_reason
-
-    rows = [
-        {
-            "name": gpu.name,
-            "memory_gib": round(gpu.memory_bytes / 2**30, 1),
-            "bf16_tflops": gpu.bf16_flops / 1e12,
-            "bandwidth_gb_s": gpu.bandwidth / 1e9,
-            "calibrated": not uncalibrated_reason(gpu),
-        }
-        for gpu in gpus()
-    ]
-    if as_json:
-        print_json(rows, indent=1)
-        return 0
-    print(f"{'--gpu':36}{'GiB':>6}{'BF16 TFLOP/s':>14}{'GB/s':>7}")
-    for row in rows:
-        note = "" if row["calibrated"] else "  nothing calibrates its architecture"
-        print(
-            f"{row['name']:36}{row['memory_gib']:>6g}{row['bf16_tflops']:>14.0f}{row['bandwidth_gb_s']:>7.0f}{note}"
-        )
+        render.show(plan, options.details)
     return 0
 
 

@@ -9,6 +9,7 @@ from deskside.cli.options import Command
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption
 from deskside.config import merge, presets
+from deskside.utils.printer import Printer
 
 
 @dataclass(kw_only=True)
@@ -44,15 +45,16 @@ def run(argv: Sequence[str]) -> int:
     if options.json:
         print_json(rows, indent=1)
         return 0
-    width = max(len(row["name"]) for row in rows) + 1
-    print(f"{'preset':{width}}{'parameters':>11}{'layers':>8}{'width':>7}{'sequence':>10}")
+    cells = []
     for row in rows:
-        alias = f"  (formerly {', '.join(row['aliases'])})" if row["aliases"] else ""
+        notes = []
         if row["active_parameters"] != row["parameters"]:
-            alias = f"  ({row['active_parameters'] / 1e6:,.1f}M active per token){alias}"
-        millions = f"{row['parameters'] / 1e6:,.1f}M"
-        print(
-            f"{row['name']:{width}}{millions:>11}{row['layers']:>8}{row['hidden_size']:>7}{row['sequence_length']:>10}{alias}"
-        )
-    print("\nOther sizes: d2, d4, ... (depth N: N layers, width 64 x N), or a .toml file.")
+            notes.append(f"{row['active_parameters'] / 1e6:,.1f}M active per token")
+        if row["aliases"]:
+            notes.append(f"formerly {', '.join(row['aliases'])}")
+        numbers = (f"{row['layers']}", f"{row['hidden_size']}", f"{row['sequence_length']}")
+        cells.append([row["name"], f"{row['parameters'] / 1e6:,.1f}M", *numbers, "; ".join(notes)])
+    printer = Printer()
+    printer.table(["preset", "parameters", "layers", "width", "sequence", ""], cells, "lrrrrl")
+    printer.text("\nOther sizes: d2, d4, ... (depth N: N layers, width 64 x N), or a .toml file.")
     return 0

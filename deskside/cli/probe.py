@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from pydantic import PositiveFloat
-from rich.console import Console
 
 from deskside.budget.shape import num_params
 from deskside.budget.step_spec import Checkpointing, OptimizerName
 from deskside.cli import probe_share
+from deskside.cli.answer import print_answer
 from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import MINUTES, JsonOption
@@ -26,6 +26,8 @@ from deskside.probe.sweep_display import progress_listener
 from deskside.utils import signals
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.format import count
+from deskside.utils.printer import Printer
 
 CALIBRATION_MINUTES = 3.0
 CLOSING_SECONDS = 5.0  # of the time limit, reserved for the tables and the plot
@@ -205,18 +207,32 @@ def _show(result: SweepResult, machine: Machine, store: Store, as_json: bool) ->
     if as_json:
         print_json(_as_json(result, machine, store, picture))
         return
-    console = Console(highlight=False)
-    console.print(
-        f"[bold]{machine.card}[/bold], {machine.memory_bytes / 2**30:.1f} GiB, torch {machine.torch}"
-    )
+    printer = Printer()
+    printer.text(f"{machine.card}, {machine.memory_bytes / 2**30:.1f} GiB, torch {machine.torch}", "strong")
     stored = sum(point_result.origin == "stored" for point_result in result.point_results)
     if stored:
-        console.print(
+        printer.text(
             f"{stored} of {len(result.point_results)} points were stored before; --again measures them again"
         )
-    console.print(table.tables(result.point_results))
+    table.show(printer, result.point_results)
     if picture is not None:
-        console.print(f"rows: {store.path(machine.card)}\nmap:  {picture}", soft_wrap=True)
+        files = {"rows": store.path(machine.card), "map": picture}
+        print_answer(printer, _answer(result, machine), files, "plan --here --hours 24")
+
+
+def _answer(result: SweepResult, machine: Machine) -> str:
+    """Return what was found in one sentence: how many points, and the fastest."""
+    measured = [
+        (float(each.row["result"]["tokens_per_second"]), each)
+        for each in result.point_results
+        if each.row is not None and each.status == "ok"
+    ]
+    found = f"{len(measured)} of {len(result.point_results)} points have a speed on {machine.card}"
+    if not measured:
+        return f"{found}."
+    speed, best = max(measured, key=lambda pair: pair[0])
+    size = count(num_params(best.point.model))
+    return f"{found}; the fastest is {best.point.shape} ({size}) with {count(speed)} tokens/s."
 
 
 def _as_json(result: SweepResult, machine: Machine, store: Store, picture: Path | None) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from deskside.study.spec.parse_spec import check_seeds
 from deskside.study.spec.spec import StudySpec
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.format import plural
 from deskside.utils.signals import exit_code
 
 STUDIES = Path("studies")  # directory of all studies
@@ -142,15 +144,14 @@ class _RequestedStudy:
 
     def show(self, options: StudyOptions) -> None:
         """Print the plan: on standard output for a dry run, else on standard error."""
-        from rich.console import Console
-
         from deskside.study.narrative import dry_run
+        from deskside.utils.printer import Printer
 
         parts = self.study, self.expansion, self.forecasts, self.machine, len(self.devices)
         if options.dry_run and options.json:
             print_json(dry_run.plan_json(*parts), indent=1)
         else:
-            dry_run.print_plan(*parts, console=Console(highlight=False, stderr=not options.dry_run))
+            dry_run.print_plan(*parts, printer=Printer(sys.stdout if options.dry_run else sys.stderr))
 
 
 def _requested_study(
@@ -306,14 +307,20 @@ def _counts(results: Results) -> dict[str, int]:
 
 
 def _print_outcome(folder: StudyFolder, results: Results, page: Path) -> None:
+    from deskside.cli.answer import print_answer
     from deskside.study.narrative.outcome_table import print_outcome
+    from deskside.utils.printer import Printer
 
-    print_outcome(results)
-    counts = ", ".join(f"{number} {status}" for status, number in _counts(results).items())
-    print(f"\ntrials   {counts}")
+    printer, path = Printer(), shlex.quote(str(folder.path))
+    print_outcome(results, printer)
     for arm in results.arms:
         for trial in arm.trials:
             if trial.status != "finished":
-                print(f"         {arm.label}, seed {trial.seed}: {trial.status}: {trial.reason}")
-    print(f"results  {folder.path / 'results.json'}")
-    print(f"report   {page}")
+                printer.text(f"{arm.label}, seed {trial.seed}: {trial.status}: {trial.reason}", hanging=2)
+    counts = _counts(results)
+    answer = ", ".join(f"{number} {status}" for status, number in counts.items())
+    commands = [f"dashboard {shlex.quote(str(folder.path.parent))}"]
+    if failed := [status for status in counts if status in FINAL and status != "finished"]:
+        commands.append(f"study {path} --resume --again {','.join(failed)}")
+    files = {"results": folder.path / "results.json", "report": page}
+    print_answer(printer, f"{plural(sum(counts.values()), 'trial')}: {answer}.", files, *commands)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from deskside.cli.options import Command, option
-from deskside.cli.output import finish, print_json
+from deskside.cli.output import print_json
 from deskside.cli.shared_options import (
     MODEL_HELP,
     REVISION_HELP,
@@ -125,6 +125,8 @@ def run(argv: Sequence[str]) -> int:
         read_weights(initial, initial.source) if initial is not None else None,
         watch=ReserveReportTime(),
     )
+    from deskside.cli.answer import finish  # imports rich, which takes time
+
     return finish(outcome, None, options.json)
 
 
@@ -144,6 +146,8 @@ def resume(command: str, argv: Sequence[str], options: RunOptions) -> int:
     from deskside.train.loop.callbacks import ReserveReportTime
 
     outcome = training_run.resume(path, ReserveReportTime(), objective_of(config))
+    from deskside.cli.answer import finish  # imports rich, which takes time
+
     return finish(outcome, config.align.name if config.align is not None else None, options.json)
 
 
@@ -262,45 +266,38 @@ def _print_dry_run(config: RunConfig, as_json: bool) -> int:
         print_json(result, indent=1)
         return 0
 
-    from rich.console import Console
-    from rich.table import Table
+    from deskside.utils.printer import Printer  # imports rich, which takes time
 
-    console = Console(highlight=False)
-    print("configuration")
+    printer = Printer()
+    printer.text("configuration", "strong")
     for path, _ in merge.config_fields():
         value: Any = config
         for part in path:
             value = getattr(value, part, None)
         if value is not None and value != ():
-            print(f"  {'.'.join(path)} = {value}")
-    table = Table("parameters", "count", "share", title=None)
-    for name, count in groups.items():
-        if count:
-            table.add_row(name, f"{count:,}", f"{count / sum(groups.values()):.1%}")
-    table.add_row("total", f"{sum(groups.values()):,}", "")
-    console.print(table)
-    print(f"training FLOPs per token: {flops:.4g} (modelled: 6 per weight, causal attention)")
-    table = Table("schedule", "progress", "step", "learning rate", "sequence")
+            printer.text(f"{'.'.join(path)} = {value}", indent=2, hanging=4)
+    total = sum(groups.values())
+    cells = [[name, f"{count:,}", f"{count / total:.1%}"] for name, count in groups.items() if count]
+    printer.text()
+    printer.table(["parameters", "count", "share"], [*cells, ["total", f"{total:,}", ""]], "lrr")
+    printer.text(f"training FLOPs per token: {flops:.4g} (modelled: 6 per weight, causal attention)")
+    cells = []
     for row in rows:
         sequence = row.stage.sequence_length if row.stage else config.batch.sequence_length
         progress = f"{row.progress:.1%}"
         if warmup_share_unknown and row.what == WARMUP_ENDS:
             progress = str(config.schedule.warmup)
-        table.add_row(
-            row.what,
-            progress,
-            f"{row.step:,}" if steps else "",
-            f"{row.lr_factor:.0%}",
-            str(sequence),
-        )
-    console.print(table)
+        step = f"{row.step:,}" if steps else ""
+        cells.append([row.what, progress, step, f"{row.lr_factor:.0%}", str(sequence)])
+    printer.text()
+    printer.table(["schedule", "progress", "step", "learning rate", "sequence"], cells, "lrrrr")
     if steps:
-        print(f"{steps:,} steps of {round(tokens / steps):,} tokens: {tokens:,} tokens")
+        printer.text(f"{steps:,} steps of {round(tokens / steps):,} tokens: {tokens:,} tokens")
     elif length is not None:
         unknown = "data" if length.unit == "epochs" else "speed measured when the run starts"
-        print(f"length {length}: the steps depend on the {unknown}")
+        printer.text(f"length {length}: the steps depend on the {unknown}")
     else:
-        print("the run has no length yet; give --hours, --steps or --tokens")
+        printer.text("the run has no length yet; give --hours, --steps or --tokens")
     return 0
 
 

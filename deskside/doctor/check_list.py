@@ -15,6 +15,7 @@ from typing import Any
 
 from deskside.config.recipes import RECIPES
 from deskside.utils import child_process
+from deskside.utils.format import elapsed
 
 Say = Callable[[str], None]
 MINUTE = 60.0
@@ -233,7 +234,7 @@ def run_all(checks: Sequence[Check], say: Say, deadline: float = math.inf) -> li
     Raises TimeoutError at the deadline, in seconds of `time.monotonic`.
     """
     results: dict[str, dict[str, Any]] = {}
-    finished = 0
+    finished, began = 0, time.monotonic()
     for check in checks:
         if check.id in results:
             continue
@@ -244,7 +245,11 @@ def run_all(checks: Sequence[Check], say: Say, deadline: float = math.inf) -> li
         batch = [check]
         if check.child:
             batch = [c for c in checks if c.child == check.child and c.precomputed_result is None]
-        say(f"{finished + 1} of {len(checks)}: {', '.join(c.name for c in batch)}")
+        text = f"{finished + 1} of {len(checks)}: {', '.join(c.name for c in batch)}"
+        if finished:
+            left = (time.monotonic() - began) / finished * (len(checks) - finished)
+            text += f"; about {elapsed(round(left))} left"
+        say(text)
         results |= _run(batch, say, deadline)
         finished += len(batch)
     return [{"id": c.id, "group": c.group, "name": c.name, "reason": ""} | results[c.id] for c in checks]

@@ -3,10 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
+from deskside.utils.printer import Printer
 from deskside.utils.trials import Trial, TrialCache
 
 
@@ -19,24 +16,28 @@ def describe(cache: TrialCache) -> dict[str, Any]:
     return {"folder": str(cache.folder), "trials": rows}
 
 
-def show(described: Mapping[str, Any], console: Console) -> None:
+def show(described: Mapping[str, Any], printer: Printer) -> None:
     """Print the result of `describe`."""
-    console.print(Text(f"{len(described['trials'])} kept trials in {described['folder']}", "bold"))
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 1))
-    for column in ("trial", "problem", "chosen", "took", "when"):
-        table.add_column(column, overflow="fold")
-    for row in described["trials"]:
-        style = "" if row["valid_here"] else "dim"
-        cells = (row["kind"], row["problem"], row["chosen"], f"{row['seconds']:.1f} s", row["when"][:16])
-        table.add_row(*(Text(cell, style) for cell in cells))
-    if described["trials"]:
-        console.print(table)
-        console.print(
-            Text(
-                "dim: of another card or version; deskside doctor --clear-trials deletes all, and later runs try again",
-                "dim",
-            )
-        )
+    printer.text(f"{len(described['trials'])} kept trials in {described['folder']}", "strong")
+    if not described["trials"]:
+        return
+    rows = [
+        [
+            row["kind"],
+            row["problem"],
+            row["chosen"],
+            f"{row['seconds']:.1f} s",
+            row["when"][:16].replace("T", " "),
+            "yes" if row["valid_here"] else "no",
+        ]
+        for row in described["trials"]
+    ]
+    printer.table(["trial", "problem", "chosen", "took", "when", "used here"], rows, "lllrll", indent=1)
+    printer.text(
+        "used here: no if it is of another card or version. deskside doctor --clear-trials deletes all, and later runs "
+        "try again",
+        "quiet",
+    )
 
 
 def _row(trial: Trial, machine: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -1,33 +1,31 @@
-"""Print the doctor's report in 80 columns: facts, a table of checks, what to use, what to fix."""
+"""Print the doctor's report: facts, a table of checks, what to use, what to fix, and whether training works."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.markup import escape
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from deskside.doctor.advice import cudnn_version
+from deskside.utils.format import plural
+from deskside.utils.printer import Printer, Row
 
 GIB = 2**30
 GROUPS = ("matmul", "precision", "memory", "attention", "training", "libraries")
 STYLES = {
-    "works": "green",
-    "wrong numbers": "bold red",
-    "crashed": "red",
-    "timeout": "red",
-    "out of memory": "yellow",
-    "unsupported": "yellow",
-    "not installed": "dim",
+    "works": "good",
+    "wrong numbers": "bad",
+    "crashed": "bad",
+    "timeout": "bad",
+    "out of memory": "attention",
+    "unsupported": "attention",
+    "not installed": "quiet",
 }
 SEVERITIES = {
-    "stops training": "bold red",
-    "wrong numbers": "red",
-    "may fail": "yellow",
-    "slow": "yellow",
-    "note": "dim",
+    "stops training": "bad",
+    "wrong numbers": "bad",
+    "may fail": "attention",
+    "slow": "attention",
+    "note": "quiet",
 }
 LEGEND = (
     "error: relative, against float64, the largest of output and gradients\n"
@@ -37,36 +35,52 @@ LEGEND = (
 SCALES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-def show(report: Mapping[str, Any], console: Console) -> None:
+def show(report: Mapping[str, Any], printer: Printer) -> None:
     """Print a report of `doctor.examine`."""
     if report["machine"]:
-        console.print(_facts(report["machine"], report["checks"]))
-        console.print()
-        console.print(_checks(report["checks"]))
-        console.print(Text(LEGEND, "dim"))
+        printer.fields(_facts(report["machine"], report["checks"]))
+        printer.text()
+        _show_checks(report["checks"], printer)
+        printer.text(LEGEND, "quiet")
         for line in _reasons(report["checks"]):
-            console.print(Padding(line, (0, 0, 0, 1)))
-        _power(report["power"], console)
+            printer.text(line, indent=1, hanging=2)
+        _show_power(report["power"], printer)
     kept = report.get("kept_trials") or {"number": 0}
     if kept["number"]:
         note = (
             f"{kept['number']} results of trials are kept in {kept['folder']}; see deskside doctor --trials"
         )
-        console.print(Text(note, "dim"))
+        printer.text(note, "quiet")
     if report["use"]:
-        _heading("Use on this machine", console)
-        console.print(_use(report["use"]))
-    _heading("Fix, most important first", console)
-    if report["fix"]:
-        console.print(_fixes(report["fix"]))
-    else:
-        console.print(" nothing")
+        printer.heading("Use on this machine")
+        printer.fields([(choice["what"], _choice(choice)) for choice in report["use"]], indent=1)
+    printer.heading("Fix, most important first")
+    for number, fix in enumerate(report["fix"], 1):
+        severity = Text(f"{number}. ") + Text(f"{fix['severity']}: ", SEVERITIES[fix["severity"]])
+        printer.text(severity + Text(fix["problem"]), indent=1, hanging=3)
+        printer.text(fix["remedy"], "command", indent=4)
+    if not report["fix"]:
+        printer.text(" nothing")
+    _show_answer(report, printer)
+
+
+def _show_answer(report: Mapping[str, Any], printer: Printer) -> None:
+    """Print whether training works here, and what to do next."""
+    printer.text()
+    serious = sum(fix["severity"] != "note" for fix in report["fix"])
     if not report["trains"]:
-        console.print(Text("Training cannot work here.", "bold red"))
-    if report["quick"] and report["machine"]:
-        console.print(
-            Text("A quick look; deskside doctor checks all formats, backends and libraries.", "dim")
+        printer.text(
+            "Training cannot work here: fix the problems above, then run deskside doctor again.", "bad"
         )
+        return
+    problems = f"; {plural(serious, 'problem')} above to fix" if serious else ""
+    printer.text(f"Training works here{problems}.", "attention" if serious else "good")
+    printer.text("next:")
+    if report["quick"]:
+        printer.command("deskside doctor")
+        printer.text("checks all formats, backends and libraries", indent=4)
+    printer.command("deskside probe")
+    printer.text("measures speed and memory for the planner", indent=4)
 
 
 def rate(speed: Mapping[str, Any] | None) -> str:
@@ -80,58 +94,42 @@ def rate(speed: Mapping[str, Any] | None) -> str:
     return f"{shown:.{digits}f} {letter}{speed['unit'].replace('tokens', 'tok')}"
 
 
-def _label_table(indent: int) -> Table:
-    """Return an empty table with two columns, labels and texts."""
-    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, indent))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    return table
-
-
-def _heading(title: str, console: Console) -> None:
-    console.print()
-    console.print(Text(title, "bold"))
-
-
-def _facts(machine: Mapping[str, Any], checks: Sequence[Mapping[str, Any]]) -> Table:
-    table = _label_table(0)
-    table.columns[0].style = "bold"
+def _facts(machine: Mapping[str, Any], checks: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    lines: list[tuple[str, str]] = []
     details: dict[str, dict[str, Any]] = {c["id"]: c.get("details") or {} for c in checks}
     for gpu in machine["gpus"]:
         link: dict[str, Any] = details["copy"].get("link", {}) if gpu["index"] == 0 else {}
-        for name, line in _gpu_lines(gpu, link):
-            table.add_row(name, escape(line))
+        lines += _gpu_lines(gpu, link)
         work = details["bf16"] if gpu["index"] == 0 else {}
         if work.get("watts") is not None:
-            table.add_row("", f"under load {work['watts']:.0f} W, {work['celsius']} degrees (measured)")
+            lines.append(("", f"under load {work['watts']:.0f} W, {work['celsius']} degrees (measured)"))
     if len(machine["gpus"]) > 1:
-        table.add_row("", "checks ran on GPU 0")
+        lines.append(("", "checks ran on GPU 0"))
     if not machine["gpus"]:
-        table.add_row("GPU", escape(f"none that torch can use ({machine['cuda_error']})"))
+        lines.append(("GPU", f"none that torch can use ({machine['cuda_error']})"))
     software = f"deskside {machine['deskside']}, Python {machine['python']}, torch {machine['torch']}"
     if machine["cuda"]:
         cudnn = machine["cudnn"]
         software += f", CUDA {machine['cuda']}" + ("" if cudnn is None else f", cuDNN {cudnn_version(cudnn)}")
     software += f", Triton {machine['triton'] or 'missing'}"
-    table.add_row("software", escape(software))
+    lines.append(("software", software))
     if machine["driver"]:
         newest = f", for CUDA up to {machine['driver_cuda']}" if machine["driver_cuda"] else ""
-        table.add_row("driver", escape(machine["driver"] + newest))
+        lines.append(("driver", machine["driver"] + newest))
     container_limit = machine["memory_limit_gib"]
-    table.add_row("CPU", escape(f"{machine['cpu']}, {machine['cpu_cores']} cores"))
+    lines.append(("CPU", f"{machine['cpu']}, {machine['cpu_cores']} cores"))
     memory = f"{_gib(machine['memory_gib'])}, {_gib(machine['memory_available_gib'])} available"
-    table.add_row(
-        "memory",
-        memory + ("" if container_limit is None else f", {_gib(container_limit)} allowed to this container"),
-    )
+    if container_limit is not None:
+        memory += f", {_gib(container_limit)} allowed to this container"
+    lines.append(("memory", memory))
     shm = machine["shm"]
     disk = f"{_gib(machine['disk_free_gib'])} free here, /dev/shm "
-    table.add_row("disk", disk + ("missing" if shm is None else f"{_gib(shm['total_gib'])}"))
+    lines.append(("disk", disk + ("missing" if shm is None else f"{_gib(shm['total_gib'])}")))
     compilers = (
         f"{machine['c_compiler'] or 'no C compiler'}, {machine['cxx_compiler'] or 'no C++ compiler'}, "
     )
-    table.add_row("compilers", compilers + ("Python.h" if machine["python_headers"] else "no Python.h"))
-    return table
+    lines.append(("compilers", compilers + ("Python.h" if machine["python_headers"] else "no Python.h")))
+    return lines
 
 
 def _gpu_lines(gpu: Mapping[str, Any], link: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -160,26 +158,19 @@ def _gpu_lines(gpu: Mapping[str, Any], link: Mapping[str, Any]) -> Iterator[tupl
         yield "", f"data sheet: {flops:.0f} TFLOP/s BF16, {bandwidth:.2f} TB/s (published)"
 
 
-def _checks(checks: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the table of checks, except for combinations that a backend declares unsupported (see `_reasons`)."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("check", "verdict", "measured", "x BF16", "error"):
-        table.add_column(name, justify="left" if name in ("check", "verdict") else "right", no_wrap=True)
+def _show_checks(checks: Sequence[Mapping[str, Any]], printer: Printer) -> None:
+    """Print the table of checks, except for combinations that a backend declares unsupported (see `_reasons`)."""
+    rows: list[Row] = []
     for group in GROUPS:
-        rows = [check for check in checks if check["group"] == group and not check.get("declared")]
-        if rows:
-            table.add_row(Text(group, "bold"))
-        for check in rows:
+        checked = [check for check in checks if check["group"] == group and not check.get("declared")]
+        rows += [group] if checked else []
+        for check in checked:
             ratio, errors = check.get("to_bf16"), (check.get("errors") or {}).values()
             worst = "not finite" if None in errors else f"{max(errors):.1e}" if errors else ""
-            table.add_row(
-                Text(f"  {check['name']}"),
-                Text(check["verdict"], STYLES[check["verdict"]]),
-                _measured(check),
-                "" if ratio is None else f"{ratio:.2f}" if ratio >= 0.01 else "<0.01",
-                worst,
-            )
-    return table
+            verdict = Text(check["verdict"], STYLES[check["verdict"]])
+            relative = "" if ratio is None else f"{ratio:.2f}" if ratio >= 0.01 else "<0.01"
+            rows.append([f"  {check['name']}", verdict, _measured(check), relative, worst])
+    printer.table(["check", "verdict", "measured", "x BF16", "error"], rows, "llrrr")
 
 
 def _measured(check: Mapping[str, Any]) -> str:
@@ -204,54 +195,41 @@ def _reasons(checks: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
         elif why := (check.get("details") or {}).get("emulated_because"):
             emulated.setdefault(why, []).append(check["name"])
     for why, names in failed.items():
-        yield Text.assemble((f"{', '.join(names)}: ", "bold"), why)
+        yield Text.assemble((f"{', '.join(names)}: ", "strong"), why)
     for why, names in emulated.items():
-        yield Text(f"emulated, {why}: {', '.join(names)}", "dim")
+        yield Text(f"emulated, {why}: {', '.join(names)}", "quiet")
     for reason, names in declared.items():
-        yield Text(f"attention, {reason}: {', '.join(dict.fromkeys(names))}", "dim")
+        yield Text(f"attention, {reason}: {', '.join(dict.fromkeys(names))}", "quiet")
 
 
-def _power(power: Mapping[str, Any] | None, console: Console) -> None:
+def _show_power(power: Mapping[str, Any] | None, printer: Printer) -> None:
     if power is None:
         return
-    _heading("Power", console)
+    printer.heading("Power")
     if not power["lower_limits"]:
-        console.print(f" {power['reason']}", highlight=False)
+        printer.text(f" {power['reason']}")
         return
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 1))
-    for column in ("limit", "speed", "power", "energy per token"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("published for", overflow="fold")
-    for point in power["lower_limits"]:
-        table.add_row(
+    rows = [
+        [
             f"{point['limit_watts']:.0f} W",
             f"{point['speed_share'] - 1:+.0%}",
             f"{point['power_share'] - 1:+.0%}",
             f"{point['energy_share'] - 1:+.0%}",
-            Text(point["workload"]),
-        )
-    console.print(table)
-    console.print(" doctor changes no limit; sudo nvidia-smi -pl WATTS does", style="dim", highlight=False)
+            point["workload"],
+        ]
+        for point in power["lower_limits"]
+    ]
+    printer.table(["limit", "speed", "power", "energy per token", "published for"], rows, "rrrrl", indent=1)
+    printer.text("doctor changes no limit; sudo nvidia-smi -pl WATTS does", "quiet", indent=1)
 
 
-def _use(choices: Sequence[Mapping[str, str]]) -> Table:
-    table = _label_table(1)
-    for choice in choices:
-        text = Text.assemble((choice["value"], "bold green"), f": {choice['why']}" if choice["why"] else "")
-        if choice["option"]:
-            text.append(f" [{choice['option']}]", "dim")
-        table.add_row(choice["what"], text)
-    return table
-
-
-def _fixes(fixes: Sequence[Mapping[str, str]]) -> Table:
-    table = _label_table(1)
-    table.columns[0].justify = "right"
-    for number, fix in enumerate(fixes, 1):
-        text = Text.assemble((f"{fix['severity']}: ", SEVERITIES[fix["severity"]]), fix["problem"])
-        text.append(f"\n{fix['remedy']}", "cyan")
-        table.add_row(f"{number}.", text)
-    return table
+def _choice(choice: Mapping[str, str]) -> Text:
+    text = Text(choice["value"], "strong")
+    # `append` would continue the style of the value.
+    text = Text().append_text(text).append(f": {choice['why']}" if choice["why"] else "")
+    if choice["option"]:
+        text.append(f" [{choice['option']}]", "quiet")
+    return text
 
 
 def _gib(value: float | None) -> str:

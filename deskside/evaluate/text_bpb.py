@@ -8,7 +8,6 @@ from pydantic import ValidationError
 
 from deskside.config.base import DATA_NOUNS, DataKind, first_problem
 from deskside.config.run import RunConfig
-from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.corpus.sources import BadInputLog, Source, iter_documents
 from deskside.data.reading.rows import PackedDataset
 from deskside.data.reading.tags import UNKNOWN_LANGUAGE
@@ -19,6 +18,7 @@ from deskside.run.directory import with_resolved_paths
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import fingerprint
+from deskside.utils.progress import ProgressBar
 from deskside.utils.trials import TrialCache
 from deskside.weights.load import Loaded
 

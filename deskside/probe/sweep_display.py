@@ -1,22 +1,24 @@
 """Progress of a sweep on standard error: a progress bar in a terminal, plain lines elsewhere."""
 
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from deskside.measurements.store import Row
 from deskside.probe import table
 from deskside.probe.sweep import PointResult, SweepListener
+from deskside.utils.console import say, terminal_width, wrap
+from deskside.utils.printer import is_interactive, make_console
+from deskside.utils.progress import times
 
 
 @contextmanager
 def progress_listener(points: int) -> Iterator[SweepListener]:
     """Yield a listener that shows the current measurement, its estimated time and its result."""
-    if not sys.stderr.isatty():
+    console = make_console(stderr=True)
+    if not is_interactive(console):
         yield Lines(points)
         return
     bar = Progress(
@@ -24,32 +26,30 @@ def progress_listener(points: int) -> Iterator[SweepListener]:
         BarColumn(bar_width=12),
         MofNCompleteColumn(),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=console,
     )
     with bar:
         yield Bar(bar, points)
 
 
 class Lines:
-    """Prints a line when a measurement starts and one when it ends."""
+    """Prints a line when a measurement starts and one when it ends, with the elapsed time and what is left."""
 
     def __init__(self, points: int) -> None:
         self._points, self._done = points, 0
         self._began = time.monotonic()
 
     def begin(self, title: str, seconds: float) -> None:
-        self._began = time.monotonic()
-        self._say(f"{title}: about {seconds:.0f} s")
+        say(f"{title}: about {seconds:.0f} s")
 
     def end(self, point_result: PointResult) -> None:
         self._done += 1
-        self._say(f"{self._done} of {self._points}: {point_line(point_result)}")
+        seconds = time.monotonic() - self._began
+        left = seconds / self._done * (self._points - self._done)
+        say(f"{self._done} of {self._points}: {point_line(point_result)}; {times(seconds, left)}")
 
     def card(self, row: Row) -> None:
-        self._say(card_line(row))
-
-    def _say(self, line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
+        say(card_line(row))
 
 
 class Bar:
@@ -63,11 +63,15 @@ class Bar:
         self._bar.update(self._task, description=f"{title} (about {seconds:.0f} s)")
 
     def end(self, point_result: PointResult) -> None:
-        self._bar.console.print(point_line(point_result), highlight=False)
+        self._print(point_line(point_result))
         self._bar.advance(self._task)
 
     def card(self, row: Row) -> None:
-        self._bar.console.print(card_line(row), highlight=False)
+        self._print(card_line(row))
+
+    def _print(self, text: str) -> None:
+        for line in wrap(text, terminal_width()):
+            self._bar.console.print(line, markup=False, soft_wrap=True)
 
 
 def point_line(point_result: PointResult) -> str:

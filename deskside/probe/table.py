@@ -1,13 +1,10 @@
-"""Tables of a sweep in 80 columns: the measurements of each point, and the tokens per day at the measured speed."""
+"""Tables of a sweep: the measurements of each point, and the tokens per day at the measured speed."""
 
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from deskside.budget.shape import num_params
@@ -15,13 +12,13 @@ from deskside.measurements.store import Row
 from deskside.probe.grid import Point, option_words
 from deskside.probe.sweep import PointResult
 from deskside.utils.format import count, gib_digits, hours, plural
+from deskside.utils.printer import Cell, Printer
 
 # About compute-optimal (Hoffmann et al. 2022, arXiv 2203.15556); all parameters count.
 TOKENS_PER_PARAMETER = 20
 DAY = 86400.0
 SPEED_COLUMNS = (
-    "shape", "param", "seq", "micro\nx acc", "tokens\nper s", "±\n%", "step\nms", "MFU",
-    "GiB alloc\n/reserved", "W", "",
+    "shape", "size", "seq", "micro x acc", "tokens per s", "spread", "step ms", "MFU", "GiB of reserved", "W", "",
 )  # fmt: skip
 
 
@@ -36,18 +33,20 @@ def derived(point: Point, row: Row) -> dict[str, float]:
     }
 
 
-def tables(point_results: Sequence[PointResult]) -> RenderableType:
-    """Return a table of speeds per combination of options, the table of tokens per day, and reasons of failures."""
-    parts: list[RenderableType] = []
+def show(printer: Printer, point_results: Sequence[PointResult]) -> None:
+    """Print a table of speeds per combination of options, the table of tokens per day, and reasons of failures."""
     ordered = sorted(
         point_results, key=lambda f: (f.point.options, num_params(f.point.model), f.point.sequence_length)
     )
     for options, group in groupby(ordered, key=lambda f: f.point.options):
-        parts += [_speed(list(group), options), Text("")]
+        _show_speed(printer, list(group), options)
     if any(point_result.status == "ok" for point_result in point_results):
-        parts += [_tokens_per_day(ordered), Text("")]
-    parts += [Text(line, style="dim") for line in reasons(ordered)]
-    return Group(*parts)
+        _show_tokens_per_day(printer, ordered)
+    lines = reasons(ordered)
+    if lines:
+        printer.text()
+    for line in lines:
+        printer.text(line, "quiet", hanging=2)
 
 
 def reasons(point_results: Sequence[PointResult]) -> list[str]:
@@ -75,30 +74,31 @@ def reasons(point_results: Sequence[PointResult]) -> list[str]:
     return lines
 
 
-def _speed(point_results: Sequence[PointResult], options: tuple[str, str, str]) -> Table:
+def _show_speed(
+    printer: Printer, point_results: Sequence[PointResult], options: tuple[str, str, str]
+) -> None:
     precision, optimizer, checkpointing = options
     recipes = {str(f.row["result"]["precision"]) for f in point_results if f.row and f.status == "ok"}
     recipe = "/".join(sorted(recipes)) or precision
     checkpointing_text = (
         "no activation checkpointing" if checkpointing == "none" else f"checkpointing {checkpointing}"
     )
-    table = _table(f"measured here: {recipe}, {optimizer}, {checkpointing_text}")
-    for name in SPEED_COLUMNS:
-        table.add_column(name, justify="left" if name in ("shape", "") else "right", no_wrap=True)
+    printer.heading(f"measured here: {recipe}, {optimizer}, {checkpointing_text}")
+    rows: list[Sequence[Cell]] = []
     for point_result in point_results:
         point = point_result.point
         head = (point.shape, count(num_params(point.model)), str(point.sequence_length))
         if point_result.row is None or point_result.status != "ok":
-            table.add_row(*head, *[""] * 7, Text(point_result.status, style="yellow"))
+            rows.append([*head, *[""] * 7, Text(point_result.status, "attention")])
             continue
-        table.add_row(*head, *_measured(point_result.row["result"]), Text(_state(point_result)))
-    return table
+        rows.append([*head, *_measured(point_result.row["result"]), _state(point_result)])
+    printer.table(SPEED_COLUMNS, rows, "lrrrrrrrrrl")
 
 
-def _state(point_result: PointResult) -> str:
+def _state(point_result: PointResult) -> Text:
     if point_result.row is not None and not point_result.row["result"].get("finite", True):
-        return "unstable"
-    return "stored" if point_result.origin == "stored" else "ok"
+        return Text("unstable", "bad")
+    return Text("stored" if point_result.origin == "stored" else "ok")
 
 
 def _measured(result: dict[str, Any]) -> tuple[str, ...]:
@@ -106,7 +106,7 @@ def _measured(result: dict[str, Any]) -> tuple[str, ...]:
     return (
         f"{result['micro_tokens']}x{result['accumulation']}",
         count(speed),
-        f"{100 * spread(result):.0f}",
+        f"{100 * spread(result):.0f}%",
         f"{1e3 * result['step_seconds']['median']:.0f}",
         f"{100 * result['mfu']:.0f}%",
         memory(result),
@@ -114,37 +114,26 @@ def _measured(result: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _tokens_per_day(point_results: Sequence[PointResult]) -> Table:
-    table = _table("modelled: a day at the measured speed")
-    names = ("shape", "params", "seq", "options", "tokens\nin 24 h", "hours for 20\ntokens per parameter")
-    for name in names:
-        table.add_column(name, justify="left" if name in ("shape", "options") else "right", no_wrap=True)
+def _show_tokens_per_day(printer: Printer, point_results: Sequence[PointResult]) -> None:
+    rows = []
     for point_result in point_results:
         if point_result.row is None or point_result.status != "ok":
             continue
         point = point_result.point
         numbers = derived(point, point_result.row)
-        table.add_row(
-            point.shape,
-            count(num_params(point.model)),
-            str(point.sequence_length),
-            option_words(point.options),
-            count(numbers["tokens_per_24h"]),
-            hours(numbers["hours_for_20_tokens_per_parameter"]),
+        rows.append(
+            [
+                point.shape,
+                count(num_params(point.model)),
+                str(point.sequence_length),
+                option_words(point.options),
+                count(numbers["tokens_per_24h"]),
+                hours(numbers["hours_for_20_tokens_per_parameter"]),
+            ]
         )
-    return table
-
-
-def _table(title: str) -> Table:
-    return Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        padding=0,
-        show_edge=False,
-        pad_edge=False,
-    )
+    printer.heading("modelled: a day at the measured speed")
+    headings = ("shape", "size", "seq", "options", "tokens in 24 h", "hours for 20 tokens per parameter")
+    printer.table(headings, rows, "lrrlrr")
 
 
 def spread(result: dict[str, Any]) -> float:

@@ -33,6 +33,7 @@ from deskside.train.prepare.startup import Startup
 from deskside.train.prepare.step_planning import (
     check_host_memory,
     describe_epochs,
+    describe_work,
     first_facts,
     first_plan,
     mean_tokens,
@@ -110,7 +111,7 @@ class RunExecution:
 
     def run_plan(self, plan: StepPlan, checkpointer: Checkpointer) -> RunOutcome:
         """Train from the newest checkpoint, if there is one, to the end of the plan, and finish the run."""
-        restored = self.restore(checkpointer) if self.resumed else None
+        config, restored = self.config, self.restore(checkpointer) if self.resumed else None
         restored_step = restored.step if restored else None  # `progress` is the same object, and counts on
         if self.world.is_rank_zero:
             environment = environment_record.describe(self.world.device, self.run.path)
@@ -133,9 +134,8 @@ class RunExecution:
         if self.world.is_rank_zero:
             first_step = OnFirstStep(lambda: self.record_startup(plan))
             terminal = Terminal(progress.step, plan.total_steps(progress.step), self.length.unit == "seconds")
-            tracked = trackers(
-                self.config.track, self.run, self.config.model_dump(mode="json"), progress.step
-            )
+            tracked = trackers(config.track, self.run, config.model_dump(mode="json"), progress.step)
+            self.log.say(describe_work(config, plan, self.stages, progress.step, self.clock.seconds()))
             self.log.callbacks = [first_step, terminal, *tracked, self.callback]
         trainer = Trainer(
             self.stepper,

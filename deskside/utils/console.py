@@ -1,8 +1,119 @@
-"""Messages on standard error."""
+"""Messages on standard error, and the layout of prose and shell commands in the width of a terminal.
 
+Text is broken between words only, so a path can be wider than the terminal. A command can be pasted however long it is:
+its lines end in a backslash, and an option stands on one line with its value.
+"""
+
+import os
+import re
+import shlex
+import shutil
 import sys
+from collections.abc import Iterator
+
+DEFAULT_WIDTH = 80  # columns of standard output and standard error that are no terminals
+MIN_WIDTH = 20
+# A command to copy follows a colon, and ends before a punctuation mark and a space, a bracket, or the end.
+COMMAND = re.compile(r"(?<=: )(?:deskside|pip|ollama|llama-server|sudo) (?:[^,;()]|[,;](?! |$))*(?<![ ,;.])")
 
 
 def say(text: str) -> None:
-    """Print a line on standard error, because standard output is for results only."""
+    """Print a message on standard error, because standard output is for results only.
+
+    A message is one line in a file. In a terminal it is broken between words.
+    """
+    if sys.stderr.isatty():
+        text = "\n".join(wrap(text, terminal_width()))
     print(text, file=sys.stderr, flush=True)
+
+
+def terminal_width() -> int:
+    """Return the columns of COLUMNS, of the terminal of standard output or error, or `DEFAULT_WIDTH`."""
+    columns = shutil.get_terminal_size((0, 0)).columns  # COLUMNS, or standard output
+    if not columns and sys.stderr.isatty():
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    return max(MIN_WIDTH, columns or DEFAULT_WIDTH)
+
+
+def wrap(text: str, width: int, indent: int = 0, hanging: int = 0) -> list[str]:
+    """Return the text in lines of at most `width` columns, broken between words.
+
+    A command to copy (`COMMAND`) is moved to lines of its own if it would be broken.
+    indent: spaces before every line. hanging: more spaces before all lines but the first of each line of the text.
+    """
+    lines: list[str] = []
+    for paragraph in text.split("\n"):
+        if indent + len(paragraph) <= width:
+            lines.append((" " * indent + paragraph).rstrip())
+            continue
+        line = " " * indent + paragraph[: len(paragraph) - len(paragraph.lstrip())]
+        empty, next_start = True, " " * (indent + hanging)
+        for unit, is_command in _units(paragraph):
+            if not empty and len(line) + 1 + len(unit) > width:
+                lines.append(line)
+                line, empty = next_start, True
+            if is_command and len(line) + len(unit) > width:
+                *first, line = command_lines(unit, width, indent + hanging)
+                lines += first
+            else:
+                line += unit if empty else f" {unit}"
+            empty = False
+        lines.append(line.rstrip())
+    return lines
+
+
+def _units(text: str) -> Iterator[tuple[str, bool]]:
+    """Yield the words of a text, and each command to copy as a whole with what is attached to it."""
+    position = 0
+    for match in COMMAND.finditer(text):
+        yield from ((word, False) for word in text[position : match.start()].split())
+        position = match.end()
+        attached = re.match(r"\S*", text[position:])
+        end = attached.group() if attached is not None else ""
+        position += len(end)
+        yield match.group() + end, not end
+    yield from ((word, False) for word in text[position:].split())
+
+
+def command_lines(command: str, width: int, indent: int = 2) -> list[str]:
+    """Return a shell command in lines of at most `width` columns that a shell reads as the same command.
+
+    A word that is wider than a line is broken only if it is a TOML list of tables, between two tables.
+    """
+    start, room = " " * indent, width - indent - 2  # without a space and a backslash
+    lines, line = [], ""
+    for group in _groups([shlex.quote(word) for word in shlex.split(command)]):
+        together = " ".join(group)
+        fits = 4 + len(together.partition("},{")[0]) <= room
+        for part in [together] if fits else group:
+            if line and len(line) + 1 + len(part.partition("},{")[0]) > room:
+                lines.append(f"{start}{line} \\")
+                line = "    " + part
+            else:
+                line = f"{line} {part}" if line else part
+    lines.append(start + line)
+    return [piece for line in lines for piece in _broken_list(line, width)]
+
+
+def _groups(words: list[str]) -> Iterator[list[str]]:
+    """Yield the words of a command in groups: what precedes the options, and each option with its values."""
+    group: list[str] = []
+    for word in words:
+        if word.startswith("-") and group:
+            yield group
+            group = []
+        group.append(word)
+    yield group
+
+
+def _broken_list(line: str, width: int) -> list[str]:
+    """Return the line of a command; one that is too wide is broken between the tables of its quoted TOML list."""
+    if len(line) <= width or "'[{" not in line:
+        return [line]
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    first, *others = line.split("},{")
+    return [
+        first + "},",
+        *(f"{indent}{{{table}}}," for table in others[:-1]),
+        *(f"{indent}{{{table}" for table in others[-1:]),
+    ]

@@ -5,6 +5,7 @@ Commands, reports and charts share these functions, so that one quantity is writ
 
 import math
 from collections.abc import Sequence
+from datetime import datetime, timedelta
 
 UNKNOWN = "not known"
 GIB = 2**30
@@ -119,6 +120,17 @@ def elapsed(seconds: float | None) -> str:
         unit, size, small_unit, small_size = "d", 86400, "h", 3600
     amount, rest = divmod(round(whole / small_size) * small_size, size)
     return f"{amount} {unit} {rest // small_size:02d} {small_unit}"
+
+
+def end_time(seconds: float, now: datetime | None = None) -> str:
+    """Return when something ends that takes this many seconds more: at 21:32, in 12 min; or with the day if not today.
+
+    now: local time; default: the clock of this machine.
+    """
+    now = now or datetime.now()
+    end = now + timedelta(seconds=seconds)
+    day = "" if end.date() == now.date() else f"{end:%a %d %b} "
+    return f"at {day}{end:%H:%M}, in {duration(seconds)}"
 
 
 def percent_digits(*shares: float) -> int:

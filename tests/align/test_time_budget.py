@@ -20,9 +20,9 @@ from deskside.cli import dpo as dpo_command
 from deskside.cli import finetune
 from deskside.cli import grpo as grpo_command
 from deskside.cli import kto as kto_command
-from deskside.data.corpus.progress_bar import ProgressBar, time_limit
 from deskside.train.loop.step import Stepper
 from deskside.utils.errors import UsageError
+from deskside.utils.progress import ProgressBar, time_limit
 from tests.align import tiny
 
 

@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from deskside.budget.shape import flops_per_token
+from deskside.cli.answer import speed
 from deskside.cli.main import main
-from deskside.cli.output import speed
 from deskside.config.run import RunConfig
 from tests.serve.made_run import MadeRun, make
 

@@ -14,12 +14,12 @@ from termios import TIOCSWINSZ
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from deskside.cli import doctor as doctor_command
 from deskside.cli.main import main
 from deskside.doctor import check_list, examine, summary
 from deskside.utils import child_process
+from deskside.utils.printer import Printer
 from tests.doctor import samples
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +28,7 @@ COLUMNS = 80
 
 def shown(found: dict[str, Any]) -> str:
     out = io.StringIO()
-    summary.show(found, Console(file=out, width=COLUMNS))
+    summary.show(found, Printer(out, COLUMNS))
     return out.getvalue()
 
 
@@ -81,7 +81,7 @@ def test_table_of_a_machine_that_cannot_train() -> None:
     found = examined(step_fp32=broken, step_bf16=broken)
     assert not found["trains"] and "loss is not finite" in found["why"]
     text = shown(found)
-    assert "Training cannot work here." in text and "Use on this machine" not in text
+    assert "Training cannot work here" in text and "Use on this machine" not in text
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, verdict: str) -> None:

@@ -1,6 +1,7 @@
 """Rows that cannot be: whatever value of a good row is replaced, it is told or it does no harm."""
 
 import copy
+import io
 import json
 import math
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from deskside.probe import table
 from deskside.probe.grid import make_point
 from deskside.probe.sweep import Sweep
 from deskside.utils.errors import UsageError
+from deskside.utils.printer import Printer
 from tests.measurements.test_store import MACHINE
 from tests.plan.made import ask
 from tests.probe import fakes
@@ -96,7 +98,7 @@ def used(folder: Path) -> None:
 def surveyed(folder: Path) -> None:
     survey = Sweep(open_store(folder), UNKNOWN, World(), run=World().run).measure([POINT])
     assert survey.point_results
-    table.tables(survey.point_results)
+    table.show(Printer(io.StringIO(), 80), survey.point_results)
     for finding in survey.point_results:
         if finding.row is not None and finding.status == "ok":
             told = table.derived(finding.point, finding.row)

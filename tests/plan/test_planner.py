@@ -83,7 +83,7 @@ def test_emulated_is_said_wherever_speed_is_shown(capsys: pytest.CaptureFixture[
     plan = planned(precision="nvfp4")
     assert any("nvfp4 is emulated" in reason and "of BF16's speed" in reason for reason in plan.reasons)
     assert plan.to_json()["speed"]["emulated"] is True
-    show(plan)
+    show(plan, details=True)
     out = " ".join(capsys.readouterr().out.split())
     assert "nvfp4, emulated" in out and "(modelled, emulated)" in out
     slower = plan.best.estimate.tokens_per_second[1] / planned().best.estimate.tokens_per_second[1]

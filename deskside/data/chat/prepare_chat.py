@@ -35,7 +35,6 @@ from deskside.data.corpus.analyze import add_tag
 from deskside.data.corpus.encoder_sample import EncoderSample
 from deskside.data.corpus.heldout import is_validation
 from deskside.data.corpus.process_pool import MIN_PARALLEL_ITEMS, map_in_order
-from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.corpus.records import Record, iter_records, sources_checksum
 from deskside.data.corpus.sources import BadInputLog, Source
 from deskside.data.encoder import choose_encoder, tokenizers_info
@@ -44,6 +43,7 @@ from deskside.data.reading.shards import ChatInfo, DatasetIndex, EncodedDocument
 from deskside.data.reading.tags import TagInfo
 from deskside.utils.errors import UsageError
 from deskside.utils.files import fingerprint, write_error
+from deskside.utils.progress import ProgressBar
 
 VERSION = 3  # of the prepared data; increase it when the same arguments give different content
 SHARD_TOKENS = 1 << 25

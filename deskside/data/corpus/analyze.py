@@ -21,12 +21,12 @@ from deskside.data.corpus.heldout import (
     start_if_tails,
     text_hash,
 )
-from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.corpus.sources import LINE_LIMIT, BadInputLog, Document, OnBad, Source, iter_documents
 from deskside.data.encoder import EncoderInfo
 from deskside.data.reading.shards import MAX_TAGS, LeftOut
 from deskside.data.tokenizer import spans
 from deskside.utils.errors import UsageError
+from deskside.utils.progress import ProgressBar
 
 _OTHER = ("other", "")  # shared by all pairs beyond MAX_TAGS
 _LABELLED = re.compile(r"(?P<lang>[A-Za-z][\w-]{1,15})=(?P<spec>.+)")

@@ -61,7 +61,6 @@ from deskside.data.corpus.prepare_state import (
     write_state,
 )
 from deskside.data.corpus.process_pool import Task, WorkerDied, WorkerPool
-from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.corpus.shard_worker import ShardBatcher, ShardJob, make_shard, start_worker
 from deskside.data.corpus.sources import BadInputLog, Source
 from deskside.data.corpus.tokenizer_sample import check_temperature, plan_sample
@@ -72,6 +71,7 @@ from deskside.data.reading.tags import TagInfo
 from deskside.utils.child_process import cpu_cores
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import delete_files, fingerprint, replace_folder, write_error
+from deskside.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

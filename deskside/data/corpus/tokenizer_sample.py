@@ -15,11 +15,11 @@ import numpy as np
 
 from deskside.data.corpus.analyze import CorpusOptions, TextSampler, documents_of
 from deskside.data.corpus.heldout import Holdout
-from deskside.data.corpus.progress_bar import ProgressBar
 from deskside.data.corpus.sources import BadInputLog, Source
 from deskside.data.reading.mixing import temperature_weights
 from deskside.data.reading.tags import UNKNOWN_LANGUAGE
 from deskside.utils.errors import UsageError
+from deskside.utils.progress import ProgressBar
 
 _ALL = ""  # the key, in place of a language, of the only sampler if there is no temperature
 

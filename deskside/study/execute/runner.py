@@ -128,6 +128,7 @@ class Runner:
         try:
             self.write_results()
             with StopSignal() as stop, self.display:
+                self.display.begin([arm.id for arm, _ in waiting])
                 while running or (waiting and stop.requested is None):
                     if stop.requested is not None and not stopping:
                         stopping = True

@@ -1,4 +1,4 @@
-"""Terminal output of a running study: a line when a trial starts or ends, and progress bars.
+"""Terminal output of a running study: a line when a trial starts or ends, and progress bars, or a line each minute.
 
 The remaining time is the sum of the forecasts of the remaining trials, multiplied by (time / forecast) of the finished
 trials and divided by the number of devices in use. A trial without a forecast is counted at the mean time of the
@@ -6,18 +6,21 @@ finished ones.
 """
 
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from deskside.study.execute.measure import Measured
 from deskside.study.execute.trial_process import TrialEnd
 from deskside.study.spec.expand import PlannedArm
-from deskside.utils.format import duration
+from deskside.utils.console import say, terminal_width, wrap
+from deskside.utils.format import end_time, plural
 from deskside.utils.parsing import json_value
+from deskside.utils.printer import is_interactive, make_console
+from deskside.utils.progress import LINE_SECONDS, times
 
 TAIL_BYTES = 4096  # more than a line of metrics.jsonl
 
@@ -77,10 +80,14 @@ class StudyDisplay:
 
     def __init__(self, trials: int, done: int, remaining_time: RemainingTime):
         self.trials, self.done, self.remaining_time = trials, done, remaining_time
-        self.console = Console(stderr=True, highlight=False)
+        self.console = make_console(stderr=True)
+        self._began = self._last_line = time.monotonic()
+        self._left: float | None = None  # seconds until the end, as estimated at `_estimated`
+        self._estimated = self._began
+        self._running: dict[Path, str] = {}  # run -> arm and seed
         self._bars: Progress | None = None
         self._tasks: dict[Path, TaskID] = {}
-        if self.console.is_terminal:
+        if is_interactive(self.console):
             self._bars = Progress(
                 TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=None),
@@ -102,17 +109,26 @@ class StudyDisplay:
             self._bars.stop()
 
     def say(self, text: str) -> None:
-        """Print one line above the bars."""
-        self.console.print(text, markup=False, soft_wrap=True)
+        """Print a message above the bars."""
+        if self._bars is None:
+            say(text)
+            return
+        for line in wrap(text, terminal_width()):
+            self.console.print(line, markup=False, soft_wrap=True)
+
+    def begin(self, remaining_arms: list[str]) -> None:
+        """Report how many trials there are to run, and the time they take. remaining_arms: the arm id of each."""
+        self._estimate(remaining_arms)
+        left = "" if self._left is None else f"; done {end_time(self._left)}"
+        self.say(f"runs {plural(len(remaining_arms), 'trial')} of {self.trials}{left}")
 
     def started(self, arm: PlannedArm, seed: int, device: str, run: Path, resumed: bool) -> None:
         """Report the start of a trial. resumed: True if it continues from a checkpoint."""
         verb = "resumes" if resumed else "starts"
         self.say(f"{self._prefix(arm, seed)}: {verb} on {device}")
+        self._running[run] = f"{arm.label}, seed {seed}"
         if self._bars is not None:
-            self._tasks[run] = self._bars.add_task(
-                f"{arm.label}, seed {seed}", total=None, numbers="setting up"
-            )
+            self._tasks[run] = self._bars.add_task(self._running[run], total=None, numbers="setting up")
 
     def ended(
         self,
@@ -133,22 +149,40 @@ class StudyDisplay:
             text += f", {metrics['tokens_per_second']:,.0f} tokens/s{emulated}"
         if end.reason:
             text += f": {end.reason}"
-        seconds = self.remaining_time.estimate(remaining_arms)
-        if seconds:
-            text += f"; about {duration(seconds)} left"
-        self.say(f"{self._prefix(arm, seed)}: {text}")
+        self._estimate(remaining_arms)
+        self.say(f"{self._prefix(arm, seed)}: {text}; {self._times()}")
+        self._running.pop(run, None)
         if self._bars is not None and run in self._tasks:
             self._bars.remove_task(self._tasks.pop(run))
 
     def update(self) -> None:
-        """Update the bars from the runs' logs."""
+        """Update the bars from the runs' logs, or print a line if the last one is a minute old."""
         if self._bars is None:
+            if time.monotonic() - self._last_line >= LINE_SECONDS:
+                self._last_line = time.monotonic()
+                self._say_progress()
             return
         for run, task in self._tasks.items():
             progress = read_progress(run)
             if progress is not None:
                 step, total = progress
                 self._bars.update(task, completed=step, total=total, numbers=f"step {step}/{total}")
+
+    def _say_progress(self) -> None:
+        parts = []
+        for run, name in self._running.items():
+            progress = read_progress(run)
+            parts.append(f"{name}: " + ("setting up" if progress is None else "step {}/{}".format(*progress)))
+        self.say(f"[{self.done}/{self.trials} done] {'; '.join(parts)}; {self._times()}")
+
+    def _estimate(self, remaining_arms: list[str]) -> None:
+        self._left, self._estimated = self.remaining_time.estimate(remaining_arms), time.monotonic()
+
+    def _times(self) -> str:
+        """Return the elapsed time, and the time left by the last estimate."""
+        now = time.monotonic()
+        left = None if self._left is None else max(0.0, self._left - (now - self._estimated))
+        return times(now - self._began, left)
 
     def _prefix(self, arm: PlannedArm, seed: int) -> str:
         return f"[{self.done}/{self.trials} done] {arm.label}, seed {seed}"

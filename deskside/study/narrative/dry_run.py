@@ -3,18 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from deskside.budget.shape import num_params
 from deskside.run.record import flatten
 from deskside.study.forecast import LocalMachine, TrialForecast, total_seconds
 from deskside.study.spec.expand import Expansion, PlannedArm
 from deskside.study.spec.spec import StudySpec
-from deskside.utils.format import count, duration, plural
+from deskside.utils.format import count, duration, end_time, plural
+from deskside.utils.printer import Printer
 
-MAX_WIDTH = 100
 MAX_VALUE_LENGTH = 24  # characters of a list or table
 Forecasts = Mapping[str, TrialForecast]  # arm id -> forecast of one of its trials
 
@@ -25,43 +21,42 @@ def print_plan(
     forecasts: Forecasts,
     machine: LocalMachine,
     devices: int = 1,
-    console: Console | None = None,
+    printer: Printer | None = None,
 ) -> None:
     """Print the preview. devices: the number of GPUs that share the trials."""
     plan = plan_json(study, expansion, forecasts, machine, devices)
-    console = console or Console(highlight=False)
-    console.width = min(console.width, MAX_WIDTH)
-    console.print(Text(f"study: {study.name}", style="bold"))
+    printer = printer or Printer()
+    printer.text(f"study: {study.name}", "strong")
     if study.question:
-        console.print(Text(study.question))
+        printer.text(study.question)
     for group in expansion.groups:
-        console.print()
+        printer.text()
         heading = ": ".join(part for part in (group.name if study.grouped else "", group.title) if part)
         if heading:
-            console.print(Text(heading, style="bold"))
+            printer.text(heading, "strong")
         seeds = plural(expansion.seeds[group.name], "seed")
-        console.print(Text(f"each arm: {group.budget}, {seeds}, base {group.base}"))
+        printer.text(f"each arm: {group.budget}, {seeds}, base {group.base}")
         if len(group.factors) > 1 and group.design == "full":
             sizes = " x ".join(f"{factor.label} ({len(factor.levels)})" for factor in group.factors)
-            console.print(Text(f"every combination of: {sizes}"))
+            printer.text(f"every combination of: {sizes}")
         elif len(group.factors) > 1:
-            console.print(Text("one factor at a time is varied"))
-        console.print(_arms_table([arm for arm in plan["arms"] if arm["group"] == group.name]))
+            printer.text("one factor at a time is varied")
+        _show_arms(printer, [arm for arm in plan["arms"] if arm["group"] == group.name])
     if expansion.excluded:
-        console.print(Text("\nexcluded", style="bold"))
+        printer.heading("excluded")
         for line in expansion.excluded:
-            console.print(Text(f"- {line}"))
+            printer.text(f"- {line}", hanging=2)
     total = f"{plan['trials']} trials of {plural(len(expansion.arms), 'arm')}"
     if devices > 1:
         total += f", on {devices} GPUs"
     if plan["seconds"] is not None:
-        lines = [f"{total}: about {duration(plan['seconds'])} in all", f"times: {plan['source']}"]
+        lines = [f"{total}; done {end_time(plan['seconds'])}", f"times: {plan['source']}"]
     else:
         setup = duration(plan["trials"] * machine.setup_seconds / devices)
         lines = [f"{total}: starting them takes about {setup}, training: not known", plan["source"]]
-    console.print()
+    printer.text()
     for line in lines:
-        console.print(Text(line))
+        printer.text(line)
 
 
 def plan_json(
@@ -143,19 +138,14 @@ def _arm_json(
     }
 
 
-def _arms_table(arms: Sequence[Mapping[str, Any]]) -> Table:
-    """Return the table of arms, which are entries of "arms" in `plan_json`."""
-    table = Table(box=None, pad_edge=False)
-    table.add_column("arm (* baseline)", ratio=5)
-    table.add_column("changes from its baseline", ratio=6)
-    table.add_column("params", justify="right", no_wrap=True)
+def _show_arms(printer: Printer, arms: Sequence[Mapping[str, Any]]) -> None:
+    """Print the table of arms, which are entries of "arms" in `plan_json`."""
     forecasts = [arm["forecast"] for arm in arms]
     has_seconds = any(forecast["seconds"] is not None for forecast in forecasts)
     has_memory = any(forecast["memory_gib"] is not None for forecast in forecasts)
-    if has_seconds:
-        table.add_column("a trial", justify="right", no_wrap=True)
-    if has_memory:
-        table.add_column("GiB", justify="right", no_wrap=True)
+    headings = ["arm (* baseline)", "changes from its baseline", "params"]
+    headings += ["a trial"] * has_seconds + ["GiB"] * has_memory
+    rows = []
     for arm, forecast in zip(arms, forecasts, strict=True):
         lines = [f"{key} {_value_text(value)}" for key, value in arm["changes"].items()]
         if forecast["note"]:
@@ -166,8 +156,8 @@ def _arms_table(arms: Sequence[Mapping[str, Any]]) -> Table:
             cells.append("-" if forecast["seconds"] is None else duration(forecast["seconds"]))
         if has_memory:
             cells.append("-" if forecast["memory_gib"] is None else f"{forecast['memory_gib']:.1f}")
-        table.add_row(*(Text(cell) for cell in cells))
-    return table
+        rows.append(cells)
+    printer.table(headings, rows, "ll" + "r" * (len(headings) - 2))
 
 
 def _value_text(value: Any) -> str:

@@ -8,10 +8,8 @@ and passes the metrics to callbacks, on rank 0 only.
 import importlib
 import importlib.util
 import secrets
-import sys
 import time
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any, ClassVar
 
 from rich.console import Console
@@ -21,11 +19,13 @@ from deskside.config.sections import TrackConfig
 from deskside.run.directory import RunDirectory
 from deskside.train.objective import RowDataset
 from deskside.train.prepare.preflight import REPORT_SECONDS, REPORT_SHARE
+from deskside.utils.console import say, terminal_width, wrap
 from deskside.utils.errors import UsageError
+from deskside.utils.printer import is_interactive, make_console
+from deskside.utils.progress import LINE_SECONDS, times
 from deskside.utils.signals import StopSignal
 
 TRACKER_FILE = "tracker.json"
-LINE_SECONDS = 10.0  # between progress lines, if there is no terminal for a progress bar
 
 
 class Callback:
@@ -115,12 +115,12 @@ class Terminal(Callback):
 
     def __init__(self, first_step: int, total_steps: int, estimated: bool):
         self._total_prefix = "~" if estimated else ""
-        self.console = Console(stderr=True)
+        self.console = make_console(stderr=True)
         self._bar: Progress | None = None
-        self._last_line = 0.0
+        self._last_line = -LINE_SECONDS  # so that the first step has a line
         self._validation = ""
         self._first_step, self._started = first_step, time.monotonic()
-        if self.console.is_terminal:
+        if is_interactive(self.console):
             self._bar = Progress(
                 TextColumn(f"step {{task.completed}}/{self._total_prefix}{{task.total}}"),
                 BarColumn(bar_width=None),
@@ -146,11 +146,8 @@ class Terminal(Callback):
             self._last_line = time.monotonic()
             share = f" ({row['step'] / max(1, total_steps):.0%})"
             prefix = self._total_prefix if row["step"] < total_steps else ""
-            print(
-                f"step {row['step']}/{prefix}{total_steps}{share}  {numbers}{self._times(row['step'], total_steps)}",
-                file=sys.stderr,
-                flush=True,
-            )
+            step = f"step {row['step']}/{prefix}{total_steps}{share}"
+            say(f"{step}  {numbers}  {self._times(row['step'], total_steps)}")
 
     def close(self) -> None:
         if self._bar is not None:
@@ -160,15 +157,17 @@ class Terminal(Callback):
     def _times(self, step: int, total: int) -> str:
         """Return the elapsed time of this process's steps, and the time left at the same speed."""
         elapsed, steps = time.monotonic() - self._started, max(1, step - self._first_step)
-        left = timedelta(seconds=round(elapsed / steps * max(0, total - step)))
-        return f"  {timedelta(seconds=round(elapsed))} elapsed, {left} left"
+        return times(elapsed, elapsed / steps * max(0, total - step))
 
     @staticmethod
     def say(text: str) -> None:
         """Print one line, above the progress bar if there is one."""
         # Another console would write into the line of the bar.
-        console = Terminal._bar_console or Console(stderr=True)
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        if Terminal._bar_console is None:
+            say(text)
+        else:
+            lines = "\n".join(wrap(text, terminal_width()))
+            Terminal._bar_console.print(lines, markup=False, soft_wrap=True)
 
 
 class TensorBoard(Callback):

@@ -8,6 +8,7 @@ from deskside.budget.format_costs import LowFormat, Precision, quantized
 from deskside.budget.host_memory import host_memory
 from deskside.budget.loss import MAX_EPOCHS
 from deskside.budget.memory import training_memory
+from deskside.budget.shape import num_params
 from deskside.budget.step_spec import StepSpec
 from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
@@ -20,7 +21,7 @@ from deskside.train.parallel import World, local_processes
 from deskside.train.prepare.batch_size_finder import StageWork
 from deskside.train.prepare.preflight import MARGIN, RECOMMENDED_STEPS, too_short
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.format import gib
+from deskside.utils.format import count, end_time, gib
 from deskside.utils.host_memory import usable_bytes
 
 
@@ -82,17 +83,40 @@ def first_facts(
     }
 
 
+def describe_work(
+    config: RunConfig, plan: StepPlan, stages: Sequence[StageWork], step: int, elapsed: float
+) -> str:
+    """Return what a run trains and when it will be done, in one line.
+
+    step: the last finished step. elapsed: seconds of the run so far, by its clock.
+    """
+    length, steps = config.schedule.length, plan.total_steps(step)
+    assert length is not None  # checked by `preflight.check_start`
+    estimated = length.unit == "seconds"
+    if estimated and config.schedule.clock == "wall":
+        seconds = length.value - elapsed
+    else:
+        seconds = (steps - step) * mean_over_run(stages, [stage.dry_seconds for stage in stages])
+    verb = "trains" if config.align is None else "fine-tunes"
+    what = f"a model of {count(num_params(config.model))} parameters"
+    tokens = count(round(steps * mean_tokens(stages)))
+    return (
+        f"{verb} {what} on {tokens} tokens in {'about ' if estimated else ''}{steps:,} steps; "
+        f"done {end_time(seconds)}"
+    )
+
+
 def mixture_epochs(stages: Sequence[StageWork], rows: Mapping[int, int]) -> dict[str, float]:
     """Return how often each component of a mixture is gone through; {} without a mixture.
 
     rows: the rows that are used at each sequence length.
     """
     totals: dict[str, float] = {}
-    for length, count in rows.items():
+    for length, number in rows.items():
         dataset = next(stage.dataset for stage in stages if stage.sequence_length == length)
         if not isinstance(dataset, PackedDataset) or len(dataset.component_names) == 1:
             return {}
-        for name, epochs in dataset.epochs(count).items():
+        for name, epochs in dataset.epochs(number).items():
             totals[name] = totals.get(name, 0.0) + epochs
     return totals
 

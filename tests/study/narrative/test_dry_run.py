@@ -4,12 +4,12 @@ import io
 import json
 
 import pytest
-from rich.console import Console
 
 from deskside.study.forecast import LocalMachine, forecast
 from deskside.study.narrative.dry_run import _value_text, changes, plan_json, print_plan
 from deskside.study.spec import parse_spec
 from deskside.study.spec.expand import expand
+from deskside.utils.printer import Printer
 from tests.plan.made import ask
 
 CARD = LocalMachine(ask(gpu="rtx4090", preset="124m", probes="nowhere"))
@@ -21,7 +21,7 @@ def shown(name: str, machine: LocalMachine, devices: int = 1) -> str:
     found = expand(study)
     known = {arm.id: forecast(arm, machine, study.memory_fraction) for arm in found.arms}
     out = io.StringIO()
-    print_plan(study, found, known, machine, devices, Console(file=out, width=80))
+    print_plan(study, found, known, machine, devices, Printer(out, 80))
     return out.getvalue()
 
 
@@ -35,7 +35,7 @@ def test_everything_is_there_within_80_columns(name: str) -> None:
         assert group.name in words or not study.grouped
     found = expand(study)
     trials = sum(found.seeds[arm.group] for arm in found.arms)
-    assert f"{trials} trials of {len(found.arms)} arms: about" in words
+    assert f"{trials} trials of {len(found.arms)} arms; done at" in words
 
 
 def test_an_arm_shows_what_it_changes() -> None:
@@ -51,7 +51,7 @@ def test_an_unknown_time_is_said_and_not_guessed() -> None:
     text = " ".join(shown("batch-quick", UNKNOWN).split())
     assert "training: not known nothing was measured here" in text
     assert "GiB" not in text
-    assert "48 trials of 16 arms: about" in " ".join(
+    assert "48 trials of 16 arms; done at" in " ".join(
         shown("matrix16", UNKNOWN).split()
     )  # a budget in time is known
 

@@ -4,20 +4,20 @@ import io
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from deskside.cli import study as study_command
 from deskside.study.execute.study_folder import StudyFolder
 from deskside.study.narrative.outcome_table import print_outcome
 from deskside.study.results import Results
 from deskside.study.stats.compare import compare
+from deskside.utils.printer import Printer
 from tests.study.made import results as made
 from tests.study.small import arm, study
 
 
 def printed(results: Results) -> list[str]:
     out = io.StringIO()
-    print_outcome(results, Console(file=out, width=80, highlight=False))
+    print_outcome(results, Printer(out, 80))
     return out.getvalue().splitlines()
 
 

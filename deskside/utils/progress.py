@@ -1,14 +1,17 @@
-"""Progress on standard error: a bar with the remaining time on a terminal, otherwise plain lines."""
+"""Progress on standard error: a bar with the remaining time on a terminal, else a line each minute and at the end."""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from types import TracebackType
 
+from deskside.utils.console import say
+from deskside.utils.format import elapsed
+
+LINE_SECONDS = 60.0  # between the lines of every command where there is no terminal
 MIN_ELAPSED_SECONDS = 2.0  # before `time_limit` estimates the end of a task
 
 _limit: ContextVar[tuple[float, Callable[[float], Exception]] | None] = ContextVar("limit", default=None)
@@ -27,6 +30,12 @@ def time_limit(seconds: float, error: Callable[[float], Exception]) -> Iterator[
         _limit.reset(token)
 
 
+def times(seconds: float, left: float | None = None) -> str:
+    """Return the elapsed seconds and those left, if they are known, as text."""
+    text = f"{elapsed(round(seconds, 1))} elapsed"
+    return text if left is None else f"{text}, about {elapsed(round(left, 1))} left"
+
+
 class ProgressBar:
     """Context manager that shows the progress of a task, counted in `unit`. Nothing is printed with `quiet`.
 
@@ -42,8 +51,12 @@ class ProgressBar:
         self._completed = 0.0
         self._start = self._last_line = time.monotonic()
         self._bar = None
-        if not quiet and sys.stderr.isatty():
-            from rich.console import Console
+        if quiet:
+            return
+        from deskside.utils.printer import is_interactive, make_console  # import rich, which takes time
+
+        console = make_console(stderr=True)
+        if is_interactive(console):
             from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
             from rich.progress import Progress as Bar
 
@@ -57,7 +70,7 @@ class ProgressBar:
                 ),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
-                console=Console(stderr=True),
+                console=console,
             )
             self._id = self._bar.add_task(task, total=total)
 
@@ -80,7 +93,7 @@ class ProgressBar:
         self._check_time_limit()
         if self._bar is not None:
             self._bar.update(self._id, completed=self._completed)
-        elif time.monotonic() - self._last_line > 5:
+        elif time.monotonic() - self._last_line >= LINE_SECONDS:
             self._print_line()
 
     def _check_time_limit(self) -> None:
@@ -103,7 +116,7 @@ class ProgressBar:
         text = f"{self._task}: {self._completed:{number_format}}"
         if self._total:
             text += f" of {self._total:{number_format}}"
-        text += f" {self._unit}, {seconds:.0f} s"
+        left = None
         if self._total and 0 < self._completed < self._total:
-            text += f", about {seconds * (self._total / self._completed - 1):.0f} s left"
-        print(text, file=sys.stderr, flush=True)
+            left = seconds * (self._total / self._completed - 1)
+        say(f"{text} {self._unit}, {times(seconds, left)}")
