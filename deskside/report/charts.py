@@ -83,7 +83,7 @@ def draw_bars(results: Results, group: Group, key: str) -> Plot | str:
         error: dict[str, Any] = {}
         if interval.low < interval.mean or interval.high > interval.mean:
             lengths = [[interval.mean - interval.low], [interval.high - interval.mean]]
-            error = {"xerr": lengths, "capsize": 3, "ecolor": INK}
+            error = {"xerr": lengths, "ecolor": INK}
         face = PAPER if row.emulated else GREY if row.is_baseline else PALE
         axes.barh(y, interval.mean, height=0.68, color=face, edgecolor=INK, linewidth=0.8,
                   hatch=HATCH if row.emulated else None, **error)  # fmt: skip
