@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # would break `import peft`, which asks for it; here nothing finds it but the tests.
 ORACLES = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/deskside_oracles
 
-.PHONY: install demo test test-full lint clean
+.PHONY: install demo test test-full lint docs clean
 
 install: $(STAMP)
 
@@ -34,6 +34,10 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: install
+	$(BIN)/python -m mkdocs build --strict
+	@echo "documentation: build/site/index.html"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -2,6 +2,6 @@
 
 import time
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 STARTED = time.perf_counter()  # a run's wall clock begins here, before the long imports

@@ -155,7 +155,7 @@ class Command(Generic[Options]):
         """Return the argparse parser of all options. Its result has only the options that were given."""
         parser = _Parser(prog=self.prog, add_help=False, allow_abbrev=False, exit_on_error=False)
         parser.add_argument("-h", "--help", nargs="?", const="", default=argparse.SUPPRESS, metavar="GROUP")
-        _add_groups(parser, self._groups())
+        _add_groups(parser, self.groups())
         return parser
 
     def help(self, group: str = "") -> str:
@@ -163,7 +163,7 @@ class Command(Generic[Options]):
 
         group: a group of configuration keys, "all", or "" for the command's own and its common options.
         """
-        groups = self._groups()
+        groups = self.groups()
         command_options = groups.pop("options")
         if group and group != "all" and group not in groups:
             raise UsageError(
@@ -176,7 +176,7 @@ class Command(Generic[Options]):
             text = inspect.cleandoc(self.options.__doc__ or "").splitlines()
             description = "\n".join(textwrap.fill(line, _columns(), subsequent_indent="  ") for line in text)
         else:
-            shown[f"{group} ({_group_description(group, self.align)})"] = groups[group]
+            shown[f"{group} ({group_description(group, self.align)})"] = groups[group]
         if group == "all":
             shown |= groups
         if not group and self.common:
@@ -202,7 +202,7 @@ class Command(Generic[Options]):
 
     # The options
 
-    def _groups(self) -> "Groups":
+    def groups(self) -> "Groups":
         """Return all options: the command's own, then those of each configuration part."""
         hints = get_type_hints(self.options, include_extras=True)
         fields = _ordered_fields(self.options)
@@ -269,7 +269,7 @@ class Command(Generic[Options]):
         if not word.startswith("-"):
             return UsageError(f"'{word}': unexpected argument; options are written --key value")
         flag = word.split("=")[0]
-        names = [name for group in self._groups().values() for flags, _ in group for name in flags]
+        names = [name for group in self.groups().values() for flags, _ in group for name in flags]
         nearest = nearest_option(flag, [name for name in names if name.startswith("-")])
         hint = f"did you mean {nearest}?" if nearest else f"see {self.prog} --help"
         return UsageError(f"{typed_names.get(flag, flag)}: there is no such option; {hint}")
@@ -448,7 +448,7 @@ def _metavar(annotation: Any) -> str:
 # Keys of the configuration
 
 
-def _group_description(part: str, align: type[Part] | None) -> str:
+def group_description(part: str, align: type[Part] | None) -> str:
     """Return the description of a help group: how to select its class, or the first sentence of its only class."""
     if part == GENERAL:
         return "options outside every group"

@@ -1,0 +1,21 @@
+"""The pages on cards are what the planner says today."""
+
+import pytest
+
+from benchmarks.card_pages import CARDS, FOLDER, card_page, index_page, pages
+
+REMEDY = "python -m benchmarks.card_pages writes the pages again"
+
+
+def test_every_card_has_a_page() -> None:
+    assert {path.name for path in FOLDER.glob("*.md")} == {"index.md", *(f"{slug}.md" for slug in CARDS)}
+
+
+def test_the_page_of_one_card_is_the_planners() -> None:
+    assert (FOLDER / "rtx4090.md").read_text("utf-8") == card_page("rtx4090"), REMEDY
+
+
+@pytest.mark.full
+def test_all_pages_are_the_planners() -> None:
+    assert {path.name: path.read_text("utf-8") for path in FOLDER.glob("*.md")} == pages(), REMEDY
+    assert index_page() == pages()["index.md"]

@@ -1,0 +1,116 @@
+"""The walk through the documentation covers every block of code, and its pages name commands and options that exist."""
+
+import re
+import shlex
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from benchmarks import docs_walk
+from benchmarks.docs_walk import EXPECTED_EXIT_CODES, LEFT_OUT, ROOT, SERVERS, SMALLER, Step, pages, steps
+from deskside.cli.completion import all_commands
+from deskside.config.merge import LENGTH_ALIASES
+
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in pages()}
+STEPS = {name: steps(text) for name, text in PAGES.items()}
+
+
+@cache
+def known_options() -> dict[str, set[str]]:
+    """The options of each command, with hyphens."""
+    return {
+        command.name: {name for group in command.groups().values() for names, _ in group for name in names}
+        | {"--help", *(f"--schedule.{alias}" for alias in LENGTH_ALIASES)}
+        for command, _ in all_commands()
+    }
+
+
+def unknown_parts(command: str) -> list[str]:
+    """The command, if there is no such, or its options that it does not have."""
+    words = shlex.split(command.partition(" > ")[0])[1:]
+    if not words or words[0].startswith("-"):
+        return [word for word in words if word not in ("--help", "--version", "--debug")]
+    name = " ".join(words[:2]) if words[0] == "data" else words[0]
+    if name not in known_options():
+        return [name]
+    flags = [word.partition("=")[0].replace("_", "-") for word in words if re.match(r"--\w", word)]
+    return [flag for flag in flags if flag not in known_options()[name]]
+
+
+def inline_commands(text: str) -> list[str]:
+    """The commands in the prose of a page that are complete, without placeholders such as `...`."""
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
+    spans = [" ".join(span.split()) for span in re.findall(r"`(deskside [^`]+)`", prose)]
+    return [span for span in spans if "..." not in span and "NAME|" not in span]
+
+
+def test_every_command_is_run_or_left_out_with_a_reason() -> None:
+    every = [step for page in STEPS.values() for step in page]
+    assert len(every) > 100
+    assert all(step.run is not None or step.reason for step in every)
+    run = {shlex.split(step.run)[1] for step in every if (step.run or "").startswith("deskside ")}
+    written = {name.split()[0] for name in known_options()}
+    assert run >= written
+
+
+def test_no_line_of_a_block_is_lost() -> None:
+    for name, text in PAGES.items():
+        blocks = re.findall(r"^```(\w*(?: title=[^\n]*)?)\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+        lines = [
+            line
+            for language, body in blocks
+            if language in ("", "bash")
+            for line in re.sub(r"\\\n\s*", "", body).splitlines()
+            if line.strip() and not line.startswith("#")
+        ]
+        given = [s for s in STEPS[name] if s.kind == "command" and s.reason != "the page begins with it"]
+        assert len(given) == len(lines), name
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_commands_and_options_exist(name: str) -> None:
+    blocks = [step.written for step in STEPS[name] if step.written.startswith("deskside ")]
+    assert {command: bad for command in blocks if (bad := unknown_parts(command))} == {}
+    assert {command: bad for command in inline_commands(PAGES[name]) if (bad := unknown_parts(command))} == {}
+
+
+def test_a_command_or_option_that_does_not_exist_is_found() -> None:
+    assert unknown_parts("deskside trains demo") == ["trains"]
+    assert unknown_parts("deskside train demo --model.layers 3 --hours 2") == ["--model.layers"]
+    assert inline_commands("run `deskside trains\ndemo` or `ls`") == ["deskside trains demo"]
+
+
+def test_no_entry_is_stale() -> None:
+    written = [step.written for page in STEPS.values() for step in page]
+    for start in (*SMALLER, *LEFT_OUT, *EXPECTED_EXIT_CODES, *SERVERS):
+        assert any(line.startswith(start) for line in written), start
+
+
+def test_what_is_unknown_or_changed_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown command"):
+        steps("```\npip install deskside\n```\n")
+    with pytest.raises(ValueError, match="does not contain"):
+        steps("```\ndeskside grpo runs/x --data y --hours 3\n```\n")
+    with pytest.raises(ValueError):
+        steps('```json\n{"prompt": 1,}\n```\n')
+
+
+def test_marks_before_a_block() -> None:
+    text = "<!-- before: deskside presets -->\n<!-- not run: why -->\n```bash\nmake x\n```\n"
+    text += '```toml title="a.toml"\nb = 1\n```\n'
+    assert steps(text) == [
+        Step("command", "deskside presets", "deskside presets", "the page begins with it"),
+        Step("command", "make x", None, "why"),
+        Step("file", "b = 1\n", "b = 1\n", name="a.toml"),
+    ]
+
+
+def test_inputs_are_made(tmp_path: Path) -> None:
+    docs_walk.make_inputs(tmp_path)
+    made = {path.name for path in tmp_path.iterdir()}
+    assert made >= {"corpus", "english", "indic", "chats.jsonl.gz", "pairs.jsonl.gz", "sums.jsonl.gz"}
+
+
+def test_the_readme_is_short() -> None:
+    assert len(PAGES["README.md"].splitlines()) <= 150
