@@ -8,20 +8,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import deskside
 from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import MINUTES, JsonOption
 from deskside.study.execute.devices import choose
+from deskside.study.execute.executor import Executor, LocalExecutor
 from deskside.study.execute.journal import FILE as JOURNAL
 from deskside.study.execute.journal import FINAL, TrialHistory, replay_file
+from deskside.study.execute.ray_executor import RayExecutor
 from deskside.study.execute.study_folder import StudyFolder, StudyPlan
 from deskside.study.forecast import LocalMachine, forecast, local_machine
 from deskside.study.results import Results
 from deskside.study.spec import parse_spec
-from deskside.study.spec.expand import Expansion, expand
+from deskside.study.spec.expand import Expansion, PlannedArm, expand
 from deskside.study.spec.parse_spec import check_seeds
 from deskside.study.spec.spec import StudySpec
 from deskside.utils.console import say
@@ -69,6 +71,9 @@ class StudyOptions(JsonOption):
         "run only these arms: factor=level[,level], the name of an arm (with * and ?), or a group",
         (),
         metavar="X",
+    )
+    executor: Literal["local", "ray"] = option(
+        "where the trials run: on this machine, or on the nodes of a Ray cluster ($RAY_ADDRESS)", "local"
     )
     devices: str | None = option(
         "GPUs to spread the trials over; default: all visible ones", None, metavar="0,1"
@@ -125,7 +130,7 @@ class _RequestedStudy:
             options.minutes_per_arm, options.tokens_per_arm, options.steps_per_arm
         )
         self.expansion: Expansion = expand(self.study, seeds=options.seeds, budget=budget, only=options.only)
-        self.devices = choose(options.devices, {arm.config.compute.device for arm in self.expansion.arms})
+        self.devices = len(_executor(options, self.expansion.arms).devices())
         self.machine: LocalMachine = local_machine()
         self.forecasts = {
             arm.id: forecast(arm, self.machine, self.study.memory_fraction) for arm in self.expansion.arms
@@ -147,7 +152,7 @@ class _RequestedStudy:
         from deskside.study.narrative import dry_run
         from deskside.utils.printer import Printer
 
-        parts = self.study, self.expansion, self.forecasts, self.machine, len(self.devices)
+        parts = self.study, self.expansion, self.forecasts, self.machine, self.devices
         if options.dry_run and options.json:
             print_json(dry_run.plan_json(*parts), indent=1)
         else:
@@ -206,6 +211,16 @@ def _recorded_plan(
     return plan.with_seeds(dict.fromkeys(plan.seeds, check_seeds(options.seeds, "--seeds")))
 
 
+def _executor(options: StudyOptions, arms: Sequence[PlannedArm]) -> Executor:
+    """Return where the trials run. Raises UsageError for GPUs or a Ray cluster that do not exist."""
+    kinds = {arm.config.compute.device for arm in arms}
+    if options.executor == "local":
+        return LocalExecutor(choose(options.devices, kinds))
+    if options.devices is not None:
+        raise UsageError("--devices: is for one machine; on a Ray cluster all GPUs are used: leave it out")
+    return RayExecutor(kinds)
+
+
 def _show_remaining(folder: StudyFolder, plan: StudyPlan, options: StudyOptions, again: list[str]) -> None:
     """Print the trials that --resume would run. Only reads the journal, since another process may be writing it."""
     histories = replay_file(folder.path / JOURNAL)
@@ -248,14 +263,14 @@ def _run(
     """
     from deskside.study.execute.runner import Runner, prepare_all
 
-    devices = choose(options.devices, {arm.config.compute.device for arm in plan.arms})
+    executor = _executor(options, plan.arms)
     if definition is not None:
         prepare_all(plan.arms, say)
         folder.create(plan, definition)
     with folder.lock(say) as lock:
         if definition is None:
             folder.write(plan)
-        runner = Runner(folder, plan, devices, keep_models=options.keep_models, lock=lock)
+        runner = Runner(folder, plan, executor, keep_models=options.keep_models, lock=lock)
         remaining = runner.remaining(again)
         if definition is None:
             prepare_all([arm for arm, _ in remaining], say)

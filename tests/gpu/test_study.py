@@ -8,6 +8,7 @@ import torch
 from deskside.config.run import RunConfig
 from deskside.study import results as files
 from deskside.study.execute.devices import choose
+from deskside.study.execute.executor import LocalExecutor
 from deskside.study.execute.runner import Runner
 from deskside.study.execute.study_folder import StudyFolder, StudyPlan
 from tests.gpu.card import ADAMW, NEEDS_CARD, QUICK, config
@@ -40,7 +41,7 @@ def test_a_trial_stays_inside_its_share_of_the_memory(data: Path, tmp_path: Path
     )
     share = ROOM / torch.cuda.get_device_properties(0).total_memory
     folder = study(tmp_path / "study", given, share)
-    runner = Runner(folder, folder.read(), choose(None, {"auto"})[:1])
+    runner = Runner(folder, folder.read(), LocalExecutor(choose(None, {"auto"})[:1]))
     runner.run(runner.remaining())
     (trial,) = files.read(folder.path).arms[0].trials
     assert trial.status == "finished", trial
@@ -55,7 +56,7 @@ def test_a_trial_stays_inside_its_share_of_the_memory(data: Path, tmp_path: Path
 def test_a_share_that_is_too_small_is_out_of_memory(data: Path, tmp_path: Path) -> None:
     given = config(data, model=WIDE, schedule={"length": "6 steps"}, optim=ADAMW, compute=QUICK)
     folder = study(tmp_path / "study", given, 64 * 2**20 / torch.cuda.get_device_properties(0).total_memory)
-    runner = Runner(folder, folder.read(), choose(None, {"auto"})[:1])
+    runner = Runner(folder, folder.read(), LocalExecutor(choose(None, {"auto"})[:1]))
     runner.run(runner.remaining())
     (trial,) = files.read(folder.path).arms[0].trials
     assert trial.status == "oom" and "out of memory" in trial.reason.lower(), trial
@@ -66,7 +67,7 @@ def test_each_card_has_a_trial_of_its_own(data: Path, tmp_path: Path) -> None:
     given = config(data, schedule={"length": "50 steps"}, optim=ADAMW, compute=QUICK)
     folder = study(tmp_path / "study", given, 0.5, arms=4)
     devices = choose("0,1", {"auto"})
-    runner = Runner(folder, folder.read(), devices)
+    runner = Runner(folder, folder.read(), LocalExecutor(devices))
     runner.run(runner.remaining())
     results = files.read(folder.path)
     trials = [trial for arm in results.arms for trial in arm.trials]

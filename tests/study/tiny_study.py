@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from deskside.study.execute.devices import Device
+from deskside.study.execute.executor import LocalExecutor
 from deskside.study.execute.runner import Runner
 from deskside.study.execute.study_folder import StudyFolder, StudyPlan
 from deskside.study.spec.expand import expand
@@ -62,4 +63,4 @@ def begin(folder: Path, seeds: int = 1) -> StudyFolder:
 def runner(folder: StudyFolder, devices: int = 1, lock: int | None = None, **acts: str) -> Runner:
     """A runner of made-up trials; see `fake_trials.environment`."""
     places = [Device(f"cpu:{n}", fake_trials.environment(**acts)) for n in range(devices)]
-    return Runner(folder, folder.read(), places, lock=lock, target=fake_trials.TARGET)
+    return Runner(folder, folder.read(), LocalExecutor(places), lock=lock, target=fake_trials.TARGET)

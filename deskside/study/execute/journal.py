@@ -71,8 +71,11 @@ class StudyJournal:
         if self.path.exists():  # remove a half-written last line
             os.truncate(self.path, self.path.read_bytes().rfind(b"\n") + 1)
 
-    def started(self, arm: str, seed: int, device: str, pid: int, resumed: bool) -> None:
-        """Record the start of a trial's process. resumed: True if it continues from a checkpoint."""
+    def started(self, arm: str, seed: int, device: str, pid: int | None, resumed: bool) -> None:
+        """Record the start of a trial's process.
+
+        pid: None on another machine; resumed: True if it continues from a checkpoint.
+        """
         self._append(arm, seed, "started", device=device, pid=pid, resumed=resumed)
 
     def ended(self, arm: str, seed: int, status: str, reason: str, seconds: float | None) -> None:

@@ -1,19 +1,19 @@
-"""Execution of a study: runs its trials, one at a time on each device.
+"""Execution of a study: runs its trials, one at a time on each device of an executor (`executor.py`).
 
 A failed trial is a result, and the study continues. But a full disk ends it, because every further trial would fail as
 well. The journal and results.json are written when a trial starts and when it ends. A trial's directory keeps its
 metrics, and its checkpoints until the trial has ended.
 
 A trial counts as hung if it has logged no step and saved no checkpoint for too long (`max_silence`), not if it takes
-longer than its forecast.
+longer than its forecast. A trial whose machine has died is continued on another one, up to MAX_LOSSES times.
 """
 
 import contextlib
 import shutil
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from deskside.data.corpus.analyze import CorpusOptions
@@ -21,16 +21,17 @@ from deskside.data.corpus.prepare import prepare
 from deskside.run.directory import RunDirectory
 from deskside.study import results_io
 from deskside.study.execute.devices import Device
+from deskside.study.execute.executor import Executor, RunningTrial
 from deskside.study.execute.journal import FINAL, Key, StudyJournal
 from deskside.study.execute.measure import Measured, measure
 from deskside.study.execute.study_folder import StudyFolder, StudyPlan
 from deskside.study.execute.study_progress import RemainingTime, StudyDisplay
 from deskside.study.execute.trial_process import (
     DISK_FULL,
+    LOST,
     STOPPED,
     TrialEnd,
     TrialJob,
-    TrialProcess,
     read_outcome,
 )
 from deskside.study.results import Results
@@ -45,6 +46,7 @@ STOP_TIMEOUT = 120.0  # seconds for trials to save when the study ends early
 # Seconds, and multiples of the forecast, that a trial may go without progress. Meanwhile it compiles or evaluates; on a
 # CPU an evaluation alone can take an hour.
 SILENCE_GPU, SILENCE_CPU, SILENCE_FORECASTS = 1800.0, 6 * 3600.0, 3.0
+MAX_LOSSES = 3  # of a trial; it may be what kills its machine
 Trial = tuple[PlannedArm, int]  # arm, seed
 
 
@@ -53,11 +55,11 @@ class _RunningTrial:
     arm: PlannedArm
     seed: int
     run: Path
-    process: TrialProcess
+    process: RunningTrial
 
 
 class Runner:
-    """Runs the trials of a study in child processes.
+    """Runs the trials of a study.
 
     Args:
         keep_models: Keep the model of finished trials in their directories.
@@ -69,19 +71,22 @@ class Runner:
         self,
         folder: StudyFolder,
         plan: StudyPlan,
-        devices: Sequence[Device],
+        executor: Executor,
         *,
         keep_models: bool = False,
         lock: int | None = None,
         target: str = TARGET,
     ):
-        self.folder, self.plan, self.devices = folder, plan, list(devices)
+        self.folder, self.plan, self.executor = folder, plan, executor
         self.keep_models, self.lock, self.target = keep_models, lock, target
         self.journal = StudyJournal(folder.path)
         self.measured: dict[Key, Measured] = {}
+        self.losses: Counter[Key] = Counter()
         self.reconcile()
         done = sum(self.journal.history(arm.id, seed).status in FINAL for arm, seed in plan.trials())
-        self.display = StudyDisplay(len(plan.trials()), done, RemainingTime(plan.forecasts, len(devices)))
+        self.display = StudyDisplay(
+            len(plan.trials()), done, RemainingTime(plan.forecasts, len(executor.devices()))
+        )
 
     def reconcile(self) -> None:
         """Record the ends of trials that the journal lacks because the study was killed; measure all ended trials."""
@@ -135,7 +140,7 @@ class Runner:
                         self.display.say(f"{stop.requested}: saving the running trials, then stopping")
                         for trial in running.values():
                             trial.process.stop()
-                    for device in self.devices:
+                    for device in self.executor.devices():
                         if device.name not in running and waiting and stop.requested is None:
                             running[device.name] = self.start_trial(*waiting.popleft(), device)
                             self.write_results()
@@ -146,6 +151,8 @@ class Runner:
                             remaining_arms = [other.arm.id for other in running.values()]
                             remaining_arms += [arm.id for arm, _ in waiting]
                             self.finish_trial(trial, end, remaining_arms)
+                            if self.journal.history(trial.arm.id, trial.seed).status not in FINAL:
+                                waiting.appendleft((trial.arm, trial.seed))
                     self.display.update()
                     time.sleep(POLL_SECONDS)
                 return stop.requested if stopping or waiting else None
@@ -159,17 +166,17 @@ class Runner:
     def start_trial(self, arm: PlannedArm, seed: int, device: Device) -> _RunningTrial:
         """Start a trial's process, from its newest checkpoint if there is one."""
         run = self.folder.run(arm.id, seed)
+        self.executor.wait_until_idle(run)
         resume = any((run / "checkpoints").glob("step-*")) and (run / "run.json").exists()
         config = arm.config.model_dump(mode="json") | {"seed": seed}
         try:
             if not resume:
                 shutil.rmtree(run, ignore_errors=True)
                 (run / "checkpoints").mkdir(parents=True)
-            process = TrialProcess(
-                TrialJob(self.target, str(run), config, self.plan.command, resume, self.plan.memory_fraction),
-                device.environment,
-                self.lock,
+            job = TrialJob(
+                self.target, str(run), config, self.plan.command, resume, self.plan.memory_fraction
             )
+            process = self.executor.start(job, device, self.lock)
         except OSError as error:
             raise RunError(f"{error.filename or run}: cannot be written: {error.strerror}") from None
         trial = _RunningTrial(arm, seed, run, process)
@@ -195,7 +202,11 @@ class Runner:
             remaining_arms: The arm's id of each trial that has not ended.
         """
         arm, seed = trial.arm, trial.seed
-        if end.status in (STOPPED, DISK_FULL):
+        if end.status == LOST:
+            self.losses[arm.id, seed] += 1
+            if self.losses[arm.id, seed] == MAX_LOSSES:
+                end = replace(end, status="killed", reason=f"lost {MAX_LOSSES} times, at last: {end.reason}")
+        if end.status in (STOPPED, DISK_FULL, LOST):
             self.journal.ended(arm.id, seed, "pending", end.reason, end.seconds)
         else:
             self.journal.ended(arm.id, seed, end.status, end.reason, end.seconds)

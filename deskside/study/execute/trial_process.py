@@ -33,6 +33,7 @@ OUTCOME_FILE, LOG_FILE = "trial.json", "output.log"
 # Statuses besides those in study/results.py, after which the trial is pending again.
 DISK_FULL = "full"  # ends the study, because every further trial would fail as well
 STOPPED = "stopped"  # saved and stopped on request
+LOST = "lost"  # the machine that it ran on has died
 EXIT_CODES = {
     "finished": 0,
     STOPPED: 0,
@@ -91,8 +92,8 @@ class TrialProcess:
     def __init__(self, job: TrialJob, environment: Mapping[str, str], lock: int | None = None):
         self.job, self.folder = job, Path(job.run)
         self._stop_requested = False
-        self._started = self._last_progress = time.monotonic()
-        self._modification_times: tuple[int, ...] = ()
+        self._started = time.monotonic()
+        self._progress = Progress(self.folder)
         (self.folder / OUTCOME_FILE).unlink(missing_ok=True)
         with (self.folder / LOG_FILE).open("ab") as log:
             self._process = subprocess.Popen(
@@ -136,11 +137,7 @@ class TrialProcess:
         return TrialEnd("failed", f"the process ended with exit code {code}; see {log}", seconds)
 
     def seconds_without_progress(self) -> float:
-        """Return the seconds since a call last found a new logged step or checkpoint; 0 on the first call."""
-        times = tuple(_modification_time(self.folder / name) for name in ("metrics.jsonl", "checkpoints"))
-        if times != self._modification_times:
-            self._modification_times, self._last_progress = times, time.monotonic()
-        return time.monotonic() - self._last_progress
+        return self._progress.seconds_without()
 
     def kill_hung(self, reason: str) -> TrialEnd:
         """Kill a process that makes no progress. An outcome that it has already recorded is still valid."""
@@ -162,6 +159,22 @@ class TrialProcess:
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
+
+
+class Progress:
+    """Watches a run directory for progress."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._last = time.monotonic()
+        self._modification_times: tuple[int, ...] = ()
+
+    def seconds_without(self) -> float:
+        """Return the seconds since a call last found a new logged step or checkpoint; 0 on the first call."""
+        times = tuple(_modification_time(self.folder / name) for name in ("metrics.jsonl", "checkpoints"))
+        if times != self._modification_times:
+            self._modification_times, self._last = times, time.monotonic()
+        return time.monotonic() - self._last
 
 
 def read_outcome(folder: Path) -> tuple[str, str] | None:

@@ -11,13 +11,16 @@ import pytest
 
 from deskside.study import results as files
 from deskside.study.execute.devices import Device, choose
+from deskside.study.execute.executor import LocalExecutor, RunningTrial
 from deskside.study.execute.journal import FINAL, StudyJournal
+from deskside.study.execute.runner import MAX_LOSSES, Runner
 from deskside.study.execute.study_folder import StudyFolder, StudyPlan
 from deskside.study.execute.study_progress import RemainingTime, read_progress
+from deskside.study.execute.trial_process import LOST, TrialEnd, TrialJob, TrialProcess
 from deskside.study.results import Results, Trial
 from deskside.study.stats.metrics import BY_KEY
 from deskside.utils.errors import RunError, UsageError
-from tests.study import tiny_study
+from tests.study import fake_trials, tiny_study
 from tests.study.tiny_study import ARMS
 
 
@@ -329,3 +332,31 @@ def test_a_trial_that_hears_nothing_is_ended_at_last(
 
 def running_long(folder: StudyFolder) -> bool:
     return any((folder.path / "runs").glob("*/run.json")) and time.sleep(0.2) is None
+
+
+class LosingExecutor(LocalExecutor):
+    """Loses the first trials that it starts, as a cluster whose nodes die."""
+
+    def __init__(self, losses: int):
+        super().__init__([Device("cpu:0", fake_trials.environment())])
+        self.losses = losses
+
+    def start(self, job: TrialJob, device: Device, lock: int | None) -> RunningTrial:
+        process = super().start(job, device, lock)
+        if self.losses:
+            self.losses -= 1
+            assert isinstance(process, TrialProcess)
+            process.kill()
+            process.poll = lambda: TrialEnd(LOST, "its node died", 1.0)  # type: ignore[method-assign]
+        return process
+
+
+@pytest.mark.parametrize("losses", [1, MAX_LOSSES])
+def test_a_lost_trial_is_repeated_up_to_a_limit(folder: StudyFolder, losses: int) -> None:
+    runner = Runner(folder, folder.read(), LosingExecutor(losses), target=fake_trials.TARGET)
+    runner.run(runner.remaining()[:1])
+    (name,) = set(started(folder))
+    trial = trials(files.read(folder.path))[name]
+    assert trial.status == ("finished" if losses < MAX_LOSSES else "killed")
+    assert trial.attempts == min(losses + 1, MAX_LOSSES) == len(started(folder))
+    assert "its node died" in trial.reason or losses < MAX_LOSSES

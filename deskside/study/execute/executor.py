@@ -1,0 +1,53 @@
+"""Where the trials of a study run: on this machine (`LocalExecutor`), or on a Ray cluster (`ray_executor.py`).
+
+The runner plans, journals and resumes in the same way for both. An executor says which devices are free to use now and
+starts a trial on one of them; the runner then polls it.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from deskside.study.execute.devices import Device
+from deskside.study.execute.trial_process import TrialEnd, TrialJob, TrialProcess
+
+
+class RunningTrial(Protocol):
+    """A trial as seen by the study; see `TrialProcess`. pid: None if the process is on another machine."""
+
+    @property
+    def pid(self) -> int | None: ...
+    def poll(self) -> TrialEnd | None: ...
+    def seconds_without_progress(self) -> float: ...
+    def kill_hung(self, reason: str) -> TrialEnd: ...
+    def stop(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+class Executor(Protocol):
+    """Starts trials on devices."""
+
+    def devices(self) -> Sequence[Device]:
+        """Return the devices that may have a trial each, busy ones included. Raises RunError if there can be none."""
+
+    def wait_until_idle(self, run: Path) -> None:
+        """Wait until no process of an earlier attempt writes in a run directory. Raises RunError if one keeps on."""
+
+    def start(self, job: TrialJob, device: Device, lock: int | None) -> RunningTrial:
+        """Start a trial. lock: descriptor that `StudyFolder.lock` yields."""
+
+
+class LocalExecutor:
+    """Runs trials as child processes. All earlier attempts have ended when it starts: see `StudyFolder.lock`."""
+
+    def __init__(self, devices: Sequence[Device]):
+        self._devices = tuple(devices)
+
+    def devices(self) -> Sequence[Device]:
+        return self._devices
+
+    def wait_until_idle(self, run: Path) -> None:
+        pass
+
+    def start(self, job: TrialJob, device: Device, lock: int | None) -> RunningTrial:
+        return TrialProcess(job, device.environment, lock)

@@ -1,0 +1,291 @@
+"""Trials on the nodes of a Ray cluster, one at a time on each GPU, or on each node of a cluster without GPUs.
+
+For every trial there is a Ray actor on the chosen node, which starts the same process as on one machine
+(`trial_process.py`) and waits for it. Ray keeps the GPU for the actor and tells when its node has died; it is used
+because it is what clusters of unlike machines are already run with (SLURM, Kubernetes and plain ssh all start it).
+
+The study's folder and its data must be on storage that every node mounts at the same path. The trial of a node that
+died is then continued from its newest checkpoint on another one. If only the connection was lost, the process of the
+old attempt may still run: it saves and stops when its actor dies, and holds a lock in the study's folder until then.
+A new attempt waits for this lock.
+"""
+
+import contextlib
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from deskside.study.execute.devices import THREADS, Device
+from deskside.study.execute.trial_process import (
+    LOST,
+    OUTCOME_FILE,
+    SAVE_TIMEOUT,
+    STOPPED,
+    Progress,
+    TrialEnd,
+    TrialJob,
+    TrialProcess,
+    read_outcome,
+)
+from deskside.utils.errors import RunError, UsageError
+from deskside.utils.machine import code_version
+
+UNUSABLE = "unusable"  # status of a trial that a node cannot run, which ends the study
+POLL_SECONDS = 0.1
+REFRESH_SECONDS = 1.0  # between two looks at the list of nodes
+AVOID_SECONDS = 30.0  # after a loss: Ray takes some seconds to notice that a node has died
+CALL_SECONDS = 20.0  # for an answer of an actor
+
+
+class Supervisor:
+    """The actor that runs one trial on its node. Two threads call it: `run` waits, while the others return at once."""
+
+    def __init__(self) -> None:
+        self._process: TrialProcess | None = None
+        self._stop_requested = False
+
+    def run(
+        self, job: dict[str, Any], environment: dict[str, str], folder: str, code: str
+    ) -> tuple[str, str, float]:
+        """Run a trial and return (status, reason, seconds).
+
+        folder, code: the study's working directory and the version of deskside, which must be the same here.
+        """
+        trial = TrialJob(**job)
+        name = socket.gethostname()
+        if code_version() != code:
+            return (
+                UNUSABLE,
+                f"node {name} has deskside {code_version()}, and the study {code}; install the same",
+                0.0,
+            )
+        if not Path(folder, trial.run).is_dir():
+            return UNUSABLE, (
+                f"node {name} does not see {Path(folder, trial.run)}; put the study and its data on storage that all "
+                f"nodes mount at the same path"
+            ), 0.0  # fmt: skip
+        os.chdir(folder)  # relative paths in the configuration are relative to it
+        with _attempt_lock(Path(trial.run)) as lock:
+            if self._stop_requested:
+                return STOPPED, "stopped with the study", 0.0
+            self._process = TrialProcess(trial, environment, lock)
+            if self._stop_requested:
+                self._process.stop()
+            while (end := self._process.poll()) is None:
+                time.sleep(POLL_SECONDS)
+        return end.status, end.reason, end.seconds
+
+    def stop(self) -> None:
+        """Ask the trial to save and end."""
+        self._stop_requested = True
+        if self._process is not None:
+            self._process.stop()
+
+    def kill(self) -> None:
+        """Kill the trial."""
+        self._stop_requested = True
+        if self._process is not None:
+            self._process.kill()
+
+
+class RayTrial:
+    """A trial on a node of the cluster.
+
+    Args:
+        options: Options of the actor: its node, and its share of the node's GPUs and cores.
+    """
+
+    pid = None
+
+    def __init__(self, job: TrialJob, device: Device, options: dict[str, Any]):
+        import ray
+
+        self._run = Path(job.run)
+        self._progress = Progress(self._run)
+        self._started = time.monotonic()
+        self._lost = ""
+        self._stop_requested = False
+        (self._run / OUTCOME_FILE).unlink(missing_ok=True)
+        self._actor: Any = ray.remote(Supervisor).options(max_concurrency=2, **options).remote()
+        self._end = self._actor.run.remote(asdict(job), device.environment, os.getcwd(), code_version())
+
+    def poll(self) -> TrialEnd | None:
+        """Return how the trial ended, LOST if its node or actor died, or None while it runs. Raises RunError for a node
+        that cannot run trials."""
+        import ray
+
+        if not self._lost:
+            ready, _ = ray.wait([self._end], timeout=0)
+            if not ready:
+                return None
+            try:
+                status, reason, seconds = ray.get(self._end)
+            except ray.exceptions.RayActorError as error:
+                self._lost = f"its node or process was lost: {_first_line(error)}"
+                if "creation task" in str(error):  # the node has no deskside, for example
+                    raise RunError(
+                        f"a node cannot start trials: {str(error).strip().splitlines()[-1]}"
+                    ) from None
+            else:
+                ray.kill(self._actor)
+                if status == UNUSABLE:
+                    self._lost = reason
+                    raise RunError(reason)
+                return TrialEnd(status, reason, seconds)
+        if not _is_idle(self._run):
+            return None  # the old process still saves
+        seconds = time.monotonic() - self._started
+        outcome = read_outcome(self._run)
+        if outcome is not None and outcome[0] != STOPPED:
+            return TrialEnd(*outcome, seconds)
+        return TrialEnd(STOPPED if self._stop_requested else LOST, self._lost, seconds)
+
+    @property
+    def lost(self) -> bool:
+        return bool(self._lost)
+
+    def seconds_without_progress(self) -> float:
+        return self._progress.seconds_without()
+
+    def kill_hung(self, reason: str) -> TrialEnd:
+        self.kill()
+        return TrialEnd("failed", reason, time.monotonic() - self._started)
+
+    def stop(self) -> None:
+        """Ask the trial to save and end."""
+        self._stop_requested = True
+        self._actor.stop.remote()
+
+    def kill(self) -> None:
+        """Kill the trial, and wait until its process has ended or its node is known to be dead."""
+        import ray
+
+        self._stop_requested = True
+        with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            ray.get(self._actor.kill.remote(), timeout=CALL_SECONDS)
+            ray.wait([self._end], timeout=CALL_SECONDS)
+        ray.kill(self._actor)
+
+
+class RayExecutor:
+    """Runs trials on the nodes of the Ray cluster at $RAY_ADDRESS, by default the one that this machine belongs to.
+
+    kinds: `compute.device` of the arms. If all are "cpu", or the cluster has no GPU, each node is one device.
+    Raises UsageError if there is no cluster or Ray is not installed.
+    """
+
+    def __init__(self, kinds: Collection[str]):
+        try:
+            import ray
+        except ImportError:
+            raise UsageError(
+                "--executor ray: needs Ray; install it with: pip install 'deskside[ray]'"
+            ) from None
+        if not ray.is_initialized():
+            try:
+                ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
+            except (
+                ConnectionError,
+                RuntimeError,
+            ) as error:  # there is none, or it has another version of Ray
+                raise UsageError(
+                    f"--executor ray: {_first_line(error)}; start a cluster with: ray start --head, and on the other "
+                    f"machines: ray start --address HOST:6379"
+                ) from None
+        self._cpu_only = set(kinds) == {"cpu"}
+        self._options: dict[str, dict[str, Any]] = {}  # of the actor, by the name of the device
+        self._devices: list[Device] = []
+        self._looked = float("-inf")
+        self._avoided: dict[str, float] = {}  # device -> until when
+        self._trials: dict[str, RayTrial] = {}  # the last trial of each device
+        self.devices()
+
+    def devices(self) -> Sequence[Device]:
+        """Return the devices of the nodes that are alive, without those that lost a trial just now."""
+        now = time.monotonic()
+        if now - self._looked >= REFRESH_SECONDS:
+            self._look()
+            self._looked = now
+        for name, trial in list(self._trials.items()):
+            if trial.lost:
+                del self._trials[name]
+                self._avoided[name] = now + AVOID_SECONDS
+        return [device for device in self._devices if self._avoided.get(device.name, 0.0) <= now]
+
+    def wait_until_idle(self, run: Path) -> None:
+        with _attempt_lock(run):
+            pass
+
+    def start(self, job: TrialJob, device: Device, lock: int | None) -> RayTrial:
+        trial = self._trials[device.name] = RayTrial(job, device, self._options[device.name])
+        return trial
+
+    def _look(self) -> None:
+        """Read the list of nodes. Raises RunError if none is alive."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        gpus = {} if self._cpu_only else {n["NodeID"]: int(n["Resources"].get("GPU", 0)) for n in nodes}
+        self._devices.clear()
+        for node in sorted(nodes, key=lambda node: node["NodeID"]):
+            host = f"{node['NodeManagerHostname']}/{node['NodeID'][:6]}"  # two nodes may be on one host
+            cores = int(node["Resources"].get("CPU", 0))
+            here = gpus.get(node["NodeID"], 0)
+            if not here and (any(gpus.values()) or not cores):
+                continue  # a node without GPUs, such as the head, in a cluster with some
+            share = cores // max(1, here)
+            environment = {THREADS: os.environ.get(THREADS, str(max(1, share)))}
+            affinity = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            for number in range(max(1, here)):
+                name = f"cuda:{number}@{host}" if here else f"cpu@{host}"
+                self._devices.append(Device(name, environment))
+                self._options[name] = {
+                    "num_gpus": 1 if here else 0,
+                    "num_cpus": share,
+                    "scheduling_strategy": affinity,
+                }
+        if not self._devices:
+            raise RunError("no node of the Ray cluster can run a trial: none is alive, or they have no CPUs")
+
+
+def _lock_file(run: Path) -> Path:
+    """Return the file that a trial's process holds a lock on. It is not in the run directory, which may be deleted."""
+    return run.parent / f".{run.name}.lock"
+
+
+@contextlib.contextmanager
+def _attempt_lock(run: Path) -> Iterator[int]:
+    """Wait for the lock of a run and yield its descriptor. Raises RunError after SAVE_TIMEOUT."""
+    deadline = time.monotonic() + SAVE_TIMEOUT
+    _lock_file(run).parent.mkdir(parents=True, exist_ok=True)
+    with _lock_file(run).open("w") as file:
+        while not _locked(file.fileno()):
+            if time.monotonic() > deadline:
+                raise RunError(f"{run}: a process of an earlier attempt is still running; end it first")
+            time.sleep(POLL_SECONDS)
+        yield file.fileno()
+
+
+def _is_idle(run: Path) -> bool:
+    """Return True if no process holds the lock of a run."""
+    with _lock_file(run).open("w") as file:
+        return _locked(file.fileno())
+
+
+def _locked(descriptor: int) -> bool:
+    """Lock a file and return True, or return False if another process holds the lock."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,165 @@
+"""Trials on a Ray cluster of two nodes on this machine: the same results as without it, also if a node is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deskside.cli.main import main
+from deskside.study import results as files
+from deskside.study.execute.study_folder import StudyFolder
+from tests.study.fake_trials import ROOT
+from tests.study.test_commands import STUDY
+
+STEPS = 400  # enough that a node can be killed before its trial ends
+COMPARED = ("val_bpb", "val_loss", "steps", "tokens", "parameters")
+NODE = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False}
+# Ray looks every half second whether a node is alive.
+HEALTH = {
+    "health_check_period_ms": 500,
+    "health_check_failure_threshold": 3,
+    "health_check_initial_delay_ms": 0,
+}
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.mark.parametrize("argv", [["--devices", "0"], []], ids=["devices", "no cluster"])
+def test_what_cannot_be_is_one_line(
+    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where Ray looks for a cluster of this machine
+    monkeypatch.chdir(tmp_path)
+    assert main(["study", "matrix16-quick", "--executor", "ray", *argv]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.count("\n") == 1 and (argv or ["--executor ray"])[0] in shown.err
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A cluster with one node; tests add and remove the second."""
+    ray_cluster = pytest.importorskip("ray.cluster_utils")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONPATH", str(ROOT))
+        made = ray_cluster.Cluster(initialize_head=True, head_node_args={**NODE, "_system_config": HEALTH})
+        patch.setenv("RAY_ADDRESS", made.address)
+        yield made
+        made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def local(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The study as this machine alone runs it."""
+    return run_study(tmp_path_factory.mktemp("local"), data, "local")
+
+
+def run_study(folder: Path, data: Path, executor: str) -> Path:
+    """Run the study in a folder, and return its directory."""
+    process = begin(folder, data, "--executor", executor)
+    assert process.wait() == 0, (folder / "err.txt").read_text()
+    return folder / "studies" / "tiny"
+
+
+def begin(folder: Path, data: Path, *argv: str) -> "subprocess.Popen[bytes]":
+    """Start `deskside study` in a folder."""
+    text = STUDY.format(data=data).replace("steps_per_arm = 12", f"steps_per_arm = {STEPS}")
+    (folder / "tiny.toml").write_text(text.replace('"4 steps"', '"40 steps"'))
+    command = [sys.executable, "-m", "deskside", "study", "tiny.toml", *argv]
+    with (folder / "err.txt").open("ab") as err:
+        return subprocess.Popen(
+            command, cwd=folder, stdout=err, stderr=err, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        )
+
+
+def measured(study: Path) -> dict[str, dict[str, float]]:
+    """Return what must not depend on where a trial ran, by trial."""
+    results = files.read(study)
+    assert results.complete
+    return {
+        f"{arm.id}-s{trial.seed}": {name: trial.metrics[name] for name in COMPARED}
+        for arm in results.arms
+        for trial in arm.trials
+        if trial.status == "finished"
+    }
+
+
+def events(study: Path, kind: str) -> list[dict[str, Any]]:
+    path = study / "journal.jsonl"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+def checkpoints(study: Path, event: dict[str, Any]) -> list[Path]:
+    run = StudyFolder(study).run(event["arm"], event["seed"])
+    return [path for path in (run / "checkpoints").glob("step-*") if not path.name.endswith("tmp")]
+
+
+def wait_for(condition: Any, seconds: float = 240.0) -> Any:
+    """Return the first true value of a condition."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.2)
+    return value
+
+
+@pytest.mark.full
+def test_a_killed_node_costs_nothing_but_time(cluster: Any, data: Path, local: Path, tmp_path: Path) -> None:
+    """Both nodes have a trial; one node is killed, and its trial goes on from its checkpoint on the other."""
+    second = cluster.add_node(**NODE)
+    study = tmp_path / "studies" / "tiny"
+    process = begin(tmp_path, data, "--executor", "ray")
+
+    def saved_on_second() -> dict[str, Any] | None:
+        here = [event for event in events(study, "started") if second.node_id[:6] in event["device"]]
+        return here[0] if here and checkpoints(study, here[0]) else None
+
+    victim = wait_for(saved_on_second)
+    cluster.remove_node(second, allow_graceful=False)
+    assert process.wait() == 0, (tmp_path / "err.txt").read_text()
+    started = events(study, "started")
+    assert len({event["device"] for event in started}) == 2
+    again = [event for event in started if event["arm"] == victim["arm"]]
+    assert [event["resumed"] for event in again] == [False, True]
+    assert again[0]["device"] != again[1]["device"]
+    ended = [event["status"] for event in events(study, "ended") if event["arm"] == victim["arm"]]
+    assert ended == ["pending", "finished"]
+    assert measured(study) == measured(local) and len(measured(study)) == 2
+
+
+@pytest.mark.full
+def test_a_killed_study_is_resumed(cluster: Any, data: Path, local: Path, tmp_path: Path) -> None:
+    """The driver is killed in mid-trial: its trials save and end by themselves, and --resume continues them."""
+    study = tmp_path / "studies" / "tiny"
+    process = begin(tmp_path, data, "--executor", "ray")
+    wait_for(lambda: (begun := events(study, "started")) and checkpoints(study, begun[0]))
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert begin(tmp_path, data, "--executor", "ray", "--resume").wait() == 0, (
+        tmp_path / "err.txt"
+    ).read_text()
+    assert [event["resumed"] for event in events(study, "started")][:2] == [False, True]
+    assert measured(study) == measured(local) and len(measured(study)) == 2
+
+
+@pytest.mark.full
+def test_a_stopped_study_saves(cluster: Any, data: Path, tmp_path: Path) -> None:
+    study = tmp_path / "studies" / "tiny"
+    process = begin(tmp_path, data, "--executor", "ray")
+    first = wait_for(
+        lambda: (begun := events(study, "started")) and checkpoints(study, begun[0]) and begun[0]
+    )
+    process.send_signal(signal.SIGTERM)
+    assert process.wait() == 143
+    assert [event["status"] for event in events(study, "ended")] == ["pending"]
+    assert checkpoints(study, first)
+    run = StudyFolder(study).run(first["arm"], first["seed"])
+    assert json.loads((run / "trial.json").read_text())["status"] == "stopped"
