@@ -4,8 +4,8 @@ import inspect
 import re
 from collections.abc import Iterator, Sequence
 
+from deskside.cli import main
 from deskside.cli.completion import all_commands
-from deskside.cli.main import USAGE
 from deskside.cli.options import Argument, group_description
 from deskside.cli.train import COMMAND as TRAIN
 
@@ -14,12 +14,15 @@ CONFIGURATION = "configuration.md"
 
 def commands_page() -> str:
     """Return the page with the options of every command, from the same definitions as its --help."""
-    exit_codes = next(line for line in USAGE.splitlines() if line.startswith("exit codes"))
+    paragraphs = (main.__doc__ or "").split("\n\n")
+    exit_codes = next(text for text in paragraphs if text.startswith("Exit codes"))
     lines = [
         "# Commands",
         "",
         "`deskside COMMAND --help` prints the same in the terminal. Option names may be written with hyphens or "
-        f"underscores. E{exit_codes[1:]}.",
+        "underscores.",
+        "",
+        " ".join(exit_codes.split()),
     ]
     for command, about in all_commands():
         text = inspect.cleandoc(command.options.__doc__ or "")

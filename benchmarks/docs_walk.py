@@ -60,6 +60,7 @@ SMALLER: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
     "from openai": (((":8000", ":18000"),), "the other port"),
 }  # fmt: skip
 LEFT_OUT = {
+    "ray start": "tests/study/execute/test_ray_executor.py starts a cluster",
     "make install": "the walk runs in an installed checkout",
     "make test": "the whole suite; CI runs it",
     "make test-full": "the whole suite; hours",
@@ -76,7 +77,7 @@ SERVERS = {
     "deskside dashboard": "http://127.0.0.1:18501/_stcore/health",
 }
 READY_SECONDS = 180
-PROGRAMS = ("deskside ", "make ", "source ", "git ", "curl ", "python -m benchmarks.")
+PROGRAMS = ("deskside ", "ray ", "make ", "source ", "git ", "curl ", "python -m benchmarks.")
 
 Kind = Literal["command", "python", "file"]
 LANGUAGES: dict[str, Kind] = {"": "command", "bash": "command", "python": "python"}

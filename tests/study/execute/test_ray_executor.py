@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -98,8 +99,11 @@ def events(study: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def checkpoints(study: Path, event: dict[str, Any]) -> list[Path]:
+    """Return the checkpoints of a trial that has begun to train."""
     run = StudyFolder(study).run(event["arm"], event["seed"])
-    return [path for path in (run / "checkpoints").glob("step-*") if not path.name.endswith("tmp")]
+    return [
+        path for path in (run / "checkpoints").glob("step-*") if re.fullmatch(r"step-0*[1-9]\d+", path.name)
+    ]
 
 
 def wait_for(condition: Any, seconds: float = 240.0) -> Any:
