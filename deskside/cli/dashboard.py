@@ -15,6 +15,7 @@ from pathlib import Path
 import deskside.dashboard
 from deskside.cli.options import Command, option
 from deskside.cli.shared_options import addresses, is_loopback
+from deskside.utils.console import say
 from deskside.utils.errors import UsageError
 
 FIRST_PORT, PORTS_TRIED = 8501, 20
@@ -54,9 +55,8 @@ def run(argv: Sequence[str]) -> int:
     url_host = f"[{options.host}]" if ":" in options.host else options.host  # IPv6
     print(f"dashboard of {root}: http://{url_host}:{port}  (Ctrl-C stops it)", flush=True)
     if not is_loopback(options.host):
-        print(
-            f"--host {options.host}: anyone who can reach this address can read these runs; there is no password",
-            file=sys.stderr,
+        say(
+            f"--host {options.host}: anyone who can reach this address can read these runs; there is no password"
         )
     _serve(root.resolve(), options.host, port)
     return 0

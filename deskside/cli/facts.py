@@ -1,16 +1,19 @@
 """`deskside facts list`, `add` and `schema`: measurements that owners of cards shared, which the planner reads."""
 
 import datetime
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deskside.budget.shape import num_params
+from deskside.cli.answer import print_answer
 from deskside.cli.options import Command, choose_subcommand, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption
 from deskside.utils.format import count, plural
+from deskside.utils.printer import Printer
 
 
 @dataclass(kw_only=True)
@@ -72,18 +75,19 @@ def _list(options: ListOptions) -> int:
             {card: [_as_json(entry) for entry in entries] for card, entries in reports.items()}, indent=1
         )
         return 0
+    printer = Printer()
     if not any(reports.values()):
         about = "any card" if options.gpu is None else cards[0]
-        print(f"no reports of {about} yet; share yours with: deskside probe --share my-card.json")
+        printer.text(f"no reports of {about} yet; share yours with: deskside probe --share my-card.json")
         return 0
     for card, entries in reports.items():
-        print(f"{card}: {plural(len(entries), 'report')}")
+        printer.text(f"{card}: {plural(len(entries), 'report')}", "strong")
         if options.gpu is not None:
-            _print_reports(entries)
+            _print_reports(printer, entries)
     return 0
 
 
-def _print_reports(entries: Sequence[Any]) -> None:
+def _print_reports(printer: Printer, entries: Sequence[Any]) -> None:
     """Print each report of a card, then the speeds of all of them together."""
     from deskside.measurements.reported import reported_speeds
 
@@ -93,18 +97,17 @@ def _print_reports(entries: Sequence[Any]) -> None:
             f", {bench.matmul_flops / 1e12:.0f} TFLOP/s, {bench.copy_bytes_per_second / 1e9:,.0f} GB/s"
         )  # fmt: skip
         limit = "" if report.power_limit_watts is None else f", {report.power_limit_watts:.0f} W"
-        print(f"  {report.date}  {entry.digest}{rates}{limit}")
-        print(f"    driver {report.driver}, torch {report.torch}, deskside {report.deskside}")
-    print(
-        f"{'params':>8} {'seq':>6} {'micro':>7} {'':22} {'tokens/s':>9} {'lowest':>9} {'highest':>9}  reports"
-    )
+        printer.text(f"{report.date}  {entry.digest}{rates}{limit}", indent=2)
+        versions = f"driver {report.driver}, torch {report.torch}, deskside {report.deskside}"
+        printer.text(versions, "quiet", indent=4)
+    rows = []
     for speed in reported_speeds(entries):
         point, (low, median, high) = speed.point, speed.tokens_per_second
         words = f"{point.precision} {point.optimizer} {point.activation_checkpointing.replace('none', '')}"
-        print(
-            f"{count(num_params(point.config)):>8} {point.sequence_length:>6} {point.micro_tokens:>7} {words:22} "
-            f"{median:>9,.0f} {low:>9,.0f} {high:>9,.0f}  {speed.reports}"
-        )
+        sizes = (count(num_params(point.config)), f"{point.sequence_length}", f"{point.micro_tokens}")
+        rows.append([*sizes, words.strip(), *(f"{s:,.0f}" for s in (median, low, high)), str(speed.reports)])
+    headings = ["params", "seq", "micro", "options", "tokens/s", "lowest", "highest", "reports"]
+    printer.table(headings, rows, "rrrlrrrr")
 
 
 def _add(options: AddOptions) -> int:
@@ -115,8 +118,13 @@ def _add(options: AddOptions) -> int:
         print_json({**_as_json(entry), "gpu": entry.gpu, "table": str(path)})
         return 0
     reports = plural(len(reported_for(entry.gpu)), "report")
-    print(f"added {plural(len(entry.report.points), 'point')} of {entry.gpu} ({entry.digest}) to {path}")
-    print(f"{entry.gpu} has {reports} now; deskside plan --gpu uses them where this card was not probed")
+    added = f"added {plural(len(entry.report.points), 'point')} of {entry.gpu} ({entry.digest})"
+    print_answer(
+        Printer(),
+        f"{added}; it has {reports} now, which plans use where this card was not probed.",
+        {"table": path},
+        f"plan --gpu {shlex.quote(entry.gpu)} --hours 24",
+    )
     return 0
 
 

@@ -36,6 +36,7 @@ from pydantic_core import PydanticUndefined
 from deskside.config.base import Part
 from deskside.config.merge import LENGTH_ALIASES, KeyPath, config_fields, parts_of
 from deskside.config.run import RunConfig
+from deskside.utils.console import command_lines, wrap
 from deskside.utils.errors import UsageError
 from deskside.utils.parsing import Unreadable, toml_table
 
@@ -174,7 +175,7 @@ class Command(Generic[Options]):
         if group in ("", "all"):
             shown["options"] = command_options
             text = inspect.cleandoc(self.options.__doc__ or "").splitlines()
-            description = "\n".join(textwrap.fill(line, _columns(), subsequent_indent="  ") for line in text)
+            description = "\n".join(row for line in text for row in _description_lines(line))
         else:
             shown[f"{group} ({group_description(group, self.align)})"] = groups[group]
         if group == "all":
@@ -184,7 +185,7 @@ class Command(Generic[Options]):
             shown["common configuration options"] = [by_flag[_flag(key)] for key in self.common]
         if not group and groups:
             epilog = f"More options: {self.prog} --help GROUP. Groups: {', '.join(groups)}, all."
-            epilog = textwrap.fill(epilog, _columns())
+            epilog = "\n".join(wrap(epilog, _columns()))
         words = [self.prog]
         for option_field in _ordered_fields(self.options):
             metavar = option_field.metadata["metavar"]
@@ -299,7 +300,12 @@ def choose_subcommand(commands: Mapping[str, str], argv: Sequence[str], prog: st
     if argv and argv[0] in ("-h", "--help"):
         width = max(len(name) for name in commands)
         lines = "\n".join(
-            textwrap.fill(f"  {name:<{width}}  {about}", 80, subsequent_indent=" " * (width + 4))
+            textwrap.fill(
+                f"  {name:<{width}}  {about}",
+                _columns(),
+                subsequent_indent=" " * (width + 4),
+                break_on_hyphens=False,
+            )
             for name, about in commands.items()
         )
         print(f"usage: {prog} COMMAND [options]\n\n{description}\n\n{lines}\n")
@@ -332,8 +338,18 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str):
         super().__init__(prog, max_help_position=30, width=_columns())
 
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return wrap(" ".join(text.split()), width)
+
     def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:
         super().add_usage(usage, [], [], prefix)
+
+
+def _description_lines(line: str) -> list[str]:
+    """Return a line of a command's description in the width of the terminal. An example is one command."""
+    if line.startswith("  deskside "):
+        return command_lines(line, _columns())
+    return wrap(line, _columns())
 
 
 def _columns() -> int:

@@ -102,7 +102,9 @@ def run(argv: Sequence[str]) -> int:
         if options.json:
             print_json(explanation.to_json(), indent=1)
         else:
-            print(explanation.text())
+            from deskside.utils.printer import Printer
+
+            Printer().text(explanation.text(), hanging=4)
         return 0
     if options.json:
         print_json(plan.to_json(), indent=1)

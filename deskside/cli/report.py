@@ -1,6 +1,5 @@
 """`deskside report`: write the report of a run or a study."""
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption
 from deskside.run.expert_load import newest_load
 from deskside.run.record import read_metrics
+from deskside.utils.console import say
 from deskside.utils.errors import UsageError
 
 
@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
     also = [Path(name) for name in (options.also or "").split(",") if name]
     page, missing = write_study(folder, options.claims, also) if is_study(folder) else write_run(folder)
     for sentence in missing:  # about parts of the report that are missing
-        print(sentence, file=sys.stderr)
+        say(sentence)
     load = None if is_study(folder) else newest_load(read_metrics(folder).rows)
     if options.json:
         plots = sorted(str(path) for path in (folder / "plots").glob("*.svg"))
@@ -68,9 +68,9 @@ def run(argv: Sequence[str]) -> int:
             output["experts"] = {"step": load.step, "load_imbalance": load.imbalance}
         print_json({**output, "missing": missing})
     else:
-        print(page)
+        print(page)  # alone on standard output, for $(deskside report RUN)
         if load is not None:
-            print(
+            say(
                 f"experts: the largest load is {load.imbalance:.2f} times the even share, mean of {len(load.load_LE)} "
                 f"layers at step {load.step:,} (measured); no token is dropped"
             )

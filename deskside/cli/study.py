@@ -233,10 +233,15 @@ def _show_remaining(folder: StudyFolder, plan: StudyPlan, options: StudyOptions,
         ]
         print_json({"study": plan.name, "trials": rows, "left": len(remaining)}, indent=1)
         return
-    print(f"study {plan.name}: {len(trials) - len(remaining)} of {len(trials)} trials are done")
+    from deskside.utils.printer import Printer
+
+    printer = Printer()
+    printer.text(
+        f"study {plan.name}: {len(trials) - len(remaining)} of {len(trials)} trials are done", "strong"
+    )
     for arm, seed, history in remaining:
         reason = f": {history.reason}" if history.reason else ""
-        print(f"  {arm.label}, seed {seed}: {history.status}{reason}")
+        printer.text(f"{arm.label}, seed {seed}: {history.status}{reason}", indent=2, hanging=2)
 
 
 def _statuses(options: StudyOptions) -> list[str]:

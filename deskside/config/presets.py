@@ -5,12 +5,12 @@ the command line are merged in the same way.
 """
 
 import re
-import sys
 from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from deskside.utils.console import say
 from deskside.utils.errors import UsageError
 from deskside.utils.parsing import Unreadable, toml_table
 
@@ -107,7 +107,7 @@ def depth(number: int) -> dict[str, Any]:
 
 @cache  # one note per name
 def _note_renamed(name: str) -> None:
-    print(f"preset {name} is now called {RENAMED[name]}, after its parameter count", file=sys.stderr)
+    say(f"preset {name} is now called {RENAMED[name]}, after its parameter count")
 
 
 def _read(path: Path) -> str:

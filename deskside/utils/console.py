@@ -6,7 +6,6 @@ its lines end in a backslash, and an option stands on one line with its value.
 
 import os
 import re
-import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from collections.abc import Iterator
 DEFAULT_WIDTH = 80  # columns of standard output and standard error that are no terminals
 MIN_WIDTH = 20
 # A command to copy follows a colon, and ends before a punctuation mark and a space, a bracket, or the end.
+WORD = re.compile(r"""(?:[^\s'"\\]|'[^']*'|"(?:\\.|[^"\\])*"|\\.)+""")  # of a shell command, with its quotes
 COMMAND = re.compile(r"(?<=: )(?:deskside|pip|ollama|llama-server|sudo) (?:[^,;()]|[,;](?! |$))*(?<![ ,;.])")
 
 
@@ -46,33 +46,31 @@ def wrap(text: str, width: int, indent: int = 0, hanging: int = 0) -> list[str]:
         if indent + len(paragraph) <= width:
             lines.append((" " * indent + paragraph).rstrip())
             continue
-        line = " " * indent + paragraph[: len(paragraph) - len(paragraph.lstrip())]
-        empty, next_start = True, " " * (indent + hanging)
-        for unit, is_command in _units(paragraph):
+        line = " " * (indent + len(paragraph) - len(paragraph.lstrip()))
+        empty, next_start = True, line + " " * hanging
+        for unit, command in _units(paragraph):
             if not empty and len(line) + 1 + len(unit) > width:
                 lines.append(line)
                 line, empty = next_start, True
-            if is_command and len(line) + len(unit) > width:
-                *first, line = command_lines(unit, width, indent + hanging)
-                lines += first
+            if command and len(line) + len(unit) > width:
+                lines += command_lines(command, width, len(next_start))
+                line, empty = next_start, True
             else:
-                line += unit if empty else f" {unit}"
-            empty = False
-        lines.append(line.rstrip())
+                line, empty = line + (unit if empty else f" {unit}"), False
+        if line.strip():
+            lines.append(line)
     return lines
 
 
-def _units(text: str) -> Iterator[tuple[str, bool]]:
-    """Yield the words of a text, and each command to copy as a whole with what is attached to it."""
+def _units(text: str) -> Iterator[tuple[str, str]]:
+    """Yield (word, ""), and (command with the mark that is attached to it, command) for each command to copy."""
     position = 0
     for match in COMMAND.finditer(text):
-        yield from ((word, False) for word in text[position : match.start()].split())
-        position = match.end()
-        attached = re.match(r"\S*", text[position:])
-        end = attached.group() if attached is not None else ""
-        position += len(end)
-        yield match.group() + end, not end
-    yield from ((word, False) for word in text[position:].split())
+        yield from ((word, "") for word in text[position : match.start()].split())
+        attached = re.match(r"\S*", text[match.end() :])
+        position = match.end() + (attached.end() if attached is not None else 0)
+        yield text[match.start() : position], match.group()
+    yield from ((word, "") for word in text[position:].split())
 
 
 def command_lines(command: str, width: int, indent: int = 2) -> list[str]:
@@ -82,7 +80,7 @@ def command_lines(command: str, width: int, indent: int = 2) -> list[str]:
     """
     start, room = " " * indent, width - indent - 2  # without a space and a backslash
     lines, line = [], ""
-    for group in _groups([shlex.quote(word) for word in shlex.split(command)]):
+    for group in _groups(WORD.findall(command)):
         together = " ".join(group)
         fits = 4 + len(together.partition("},{")[0]) <= room
         for part in [together] if fits else group:

@@ -4,7 +4,6 @@ For a run, the newest checkpoint whose weights match their checksum is used; a w
 there is none, the final model that the run exported is used.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
 from deskside.precision.frozen import Format, quantize_for_generation
 from deskside.utils import hub
+from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.parsing import read_json_object
 from deskside.weights.checkpoint import (
@@ -74,15 +74,11 @@ class Loaded:
         return str(self.run.get("name") or hub.short_name(self.source))
 
 
-def _to_standard_error(line: str) -> None:
-    print(line, file=sys.stderr)
-
-
 def load_model(
     path: str | Path,
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
-    warn: Callable[[str], None] = _to_standard_error,
+    warn: Callable[[str], None] = say,
     base: str | Path | None = None,
 ) -> Loaded:
     """Load a run, a checkpoint, a Hugging Face directory, a hub model (see `hub.find`), or PEFT adapters, merged.
@@ -132,7 +128,7 @@ def load_for_generation(
     device: torch.device,
     dtype: torch.dtype,
     quantize: Format | Literal["none"] = "none",
-    warn: Callable[[str], None] = _to_standard_error,
+    warn: Callable[[str], None] = say,
     base: str | Path | None = None,
 ) -> Loaded:
     """Load a model like `load_model`, with the weight matrices of its blocks in the format `quantize`.
@@ -190,7 +186,7 @@ def _from_checkpoint(path: Path, device: torch.device | str, dtype: torch.dtype)
 
 
 def load_base(
-    path: str | Path, base: str | Path | None, warn: Callable[[str], None] = _to_standard_error
+    path: str | Path, base: str | Path | None, warn: Callable[[str], None] = say
 ) -> tuple[Loaded, PeftAdapters]:
     """Load the base model of PEFT adapters on the CPU, with their tokenizer, not merged. Raises as `load_model`."""
     folder = hub.find(path, warn=warn).folder

@@ -15,7 +15,6 @@ import dataclasses
 import json
 import re
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +40,7 @@ from deskside.data.encoder import choose_encoder, tokenizers_info
 from deskside.data.reading import shards
 from deskside.data.reading.shards import ChatInfo, DatasetIndex, EncodedDocument, SplitInfo
 from deskside.data.reading.tags import TagInfo
+from deskside.utils.console import say
 from deskside.utils.errors import UsageError
 from deskside.utils.files import fingerprint, write_error
 from deskside.utils.progress import ProgressBar
@@ -242,7 +242,7 @@ class _ChatPreparation:
             self.encoder = choose_encoder(bpe.load(self.out), sample.texts())
             self.template = ChatTemplate(self.out, self.encoder)
             if not self.quiet:
-                print(f"encode with {self.encoder.describe()}", file=sys.stderr, flush=True)
+                say(f"encode with {self.encoder.describe()}")
         self.logs = {name: BadInputLog() for name in self.logs}  # counted again by the second pass
         if val:
             return len(keys), 0.0, None

@@ -69,6 +69,7 @@ from deskside.data.reading import shards
 from deskside.data.reading.shards import DatasetIndex, ShardInfo, SplitInfo, TokenizerInfo
 from deskside.data.reading.tags import TagInfo
 from deskside.utils.child_process import cpu_cores
+from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import delete_files, fingerprint, replace_folder, write_error
 from deskside.utils.progress import ProgressBar
@@ -258,7 +259,7 @@ class _Preparation:
                 bpe.copy(existing, self.out)
             if sample is not None:
                 if not options.quiet:
-                    print(f"train tokenizer: on {sample.describe()}", file=sys.stderr, flush=True)
+                    say(f"train tokenizer: on {sample.describe()}")
                 progress = not options.quiet and sys.stderr.isatty()
                 texts = sample.texts(analysis.holdout)
                 bpe.save(bpe.train(texts, options.vocab_size, progress=progress), self.out)
@@ -285,7 +286,7 @@ class _Preparation:
         shard_bytes, (_, token_bytes, tokenizer) = self.options.shard_bytes, self.tokenizer
         self.encoder = still_valid(self.analysis.encoder)
         if not self.options.quiet:
-            print(f"encode with {self.encoder.describe()}", file=sys.stderr, flush=True)
+            say(f"encode with {self.encoder.describe()}")
         most = _FAST_WORKERS if self.encoder.library == "fastokens" else cpu_cores()
         workers = self.options.workers or min(cpu_cores(), most)
         dtype = shards.dtype_for(tokenizer.vocab_size)

@@ -8,7 +8,7 @@ from deskside.run.record import flatten
 from deskside.study.forecast import LocalMachine, TrialForecast, total_seconds
 from deskside.study.spec.expand import Expansion, PlannedArm
 from deskside.study.spec.spec import StudySpec
-from deskside.utils.format import count, duration, end_time, plural
+from deskside.utils.format import count, duration, plural
 from deskside.utils.printer import Printer
 
 MAX_VALUE_LENGTH = 24  # characters of a list or table
@@ -50,7 +50,7 @@ def print_plan(
     if devices > 1:
         total += f", on {devices} GPUs"
     if plan["seconds"] is not None:
-        lines = [f"{total}; done {end_time(plan['seconds'])}", f"times: {plan['source']}"]
+        lines = [f"{total}: about {duration(plan['seconds'])} in all", f"times: {plan['source']}"]
     else:
         setup = duration(plan["trials"] * machine.setup_seconds / devices)
         lines = [f"{total}: starting them takes about {setup}, training: not known", plan["source"]]

@@ -35,7 +35,7 @@ def test_everything_is_there_within_80_columns(name: str) -> None:
         assert group.name in words or not study.grouped
     found = expand(study)
     trials = sum(found.seeds[arm.group] for arm in found.arms)
-    assert f"{trials} trials of {len(found.arms)} arms; done at" in words
+    assert f"{trials} trials of {len(found.arms)} arms: about" in words
 
 
 def test_an_arm_shows_what_it_changes() -> None:
@@ -51,7 +51,7 @@ def test_an_unknown_time_is_said_and_not_guessed() -> None:
     text = " ".join(shown("batch-quick", UNKNOWN).split())
     assert "training: not known nothing was measured here" in text
     assert "GiB" not in text
-    assert "48 trials of 16 arms; done at" in " ".join(
+    assert "48 trials of 16 arms: about" in " ".join(
         shown("matrix16", UNKNOWN).split()
     )  # a budget in time is known
 
