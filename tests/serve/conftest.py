@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tests.serve.chat_page import ChatPage, PreparedServer
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # while it is open, the thread has an event loop, and asyncio.run() fails
 def browser() -> Iterator["Browser"]:
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     chromium = shutil.which("chromium") or shutil.which("chromium-browser")

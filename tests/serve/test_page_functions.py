@@ -171,6 +171,16 @@ def without_ids(entry: dict[str, Any]) -> Any:
     return entry["title"], entry["created"], tree["system"], messages
 
 
+def test_what_is_deleted_while_it_is_answered_stays_deleted(chat: ChatPage) -> None:
+    chat.send("count slowly")
+    expect(chat.page.locator(".turn.assistant > .text")).to_contain_text("1 2")
+    chat.page.get_by_role("button", name="Delete all conversations").click()
+    chat.page.get_by_role("button", name="Delete", exact=True).click()
+    assert chat.ask("another") == "another"
+    chat.page.reload()
+    expect(chat.page.locator("#conversations .title")).to_have_text(["another"])
+
+
 def test_sampling_and_models(chat: ChatPage) -> None:
     page = chat.page
     chat.ask("hello")

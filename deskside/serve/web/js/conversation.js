@@ -11,10 +11,11 @@
 /** Return an empty conversation. Times are milliseconds since 1970. */
 export function newConversation(system = "") {
   const now = Date.now();
-  return { id: crypto.randomUUID?.() ?? randomId(), title: "", created: now, updated: now, system, leaf: null, messages: {} };
+  return { id: randomId(), title: "", created: now, updated: now, system, leaf: null, messages: {} };
 }
 
-function randomId() {  // crypto.randomUUID exists on https and localhost only
+/** As crypto.randomUUID, which exists on https and localhost only. */
+function randomId() {
   return [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 

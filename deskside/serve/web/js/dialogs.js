@@ -4,7 +4,8 @@ import { byId, make } from "./dom.js";
 
 function ask(title, parts, buttons, field = null) {
   return new Promise((resolve) => {
-    const form = make("form", { method: "dialog" }, make("h2", { id: "ask-title", text: title }), ...parts, make("div", { class: "row" }, ...buttons));
+    const heading = make("h2", { id: "ask-title", text: title });
+    const form = make("form", { method: "dialog" }, heading, ...parts, make("div", { class: "row" }, ...buttons));
     const dialog = make("dialog", { "aria-labelledby": "ask-title", class: "ask-dialog" }, form);
     dialog.addEventListener("close", () => {
       dialog.remove();

@@ -10,11 +10,15 @@ export function make(tag, attributes = {}, ...children) {
   for (const [name, value] of Object.entries(attributes)) {
     if (value === false || value === null || value === undefined) continue;
     if (name === "text") element.textContent = value;
-    else if (name === "on") for (const [event, listener] of Object.entries(value)) element.addEventListener(event, listener);
+    else if (name === "on") listen(element, value);
     else element.setAttribute(name, value === true ? "" : value);
   }
   element.append(...children.filter((child) => child !== null && child !== undefined));
   return element;
+}
+
+function listen(element, listeners) {
+  for (const [event, listener] of Object.entries(listeners)) element.addEventListener(event, listener);
 }
 
 /** Return an icon; its name is that of a symbol in index.html. */
@@ -68,7 +72,7 @@ export async function copyText(text, button) {
 
 async function writeClipboard(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
-  // Browsers offer the clipboard's interface on https and localhost only, and the server may be reached by another name.
+  // Browsers have this interface on https and localhost only, and the server may be reached by another name.
   const area = make("textarea", { class: "unseen" });
   area.value = text;
   document.body.append(area);

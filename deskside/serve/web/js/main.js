@@ -11,6 +11,13 @@ import { addShortcuts } from "./shortcuts.js";
 import { Sidebar } from "./sidebar.js";
 import { Thread } from "./thread.js";
 
+// Nothing fails unseen: not even what no part expects, such as a browser without room for another conversation.
+addEventListener("unhandledrejection", ({ reason }) => {
+  byId("problem").hidden = false;
+  byId("problem-words").textContent = reason?.message ?? String(reason);
+});
+byId("reload").addEventListener("click", () => location.reload());
+
 const connection = new Connection();
 const session = new Session(connection);
 const thread = new Thread(session);

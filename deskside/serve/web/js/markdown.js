@@ -1,9 +1,9 @@
 /**
  * A model's text, shown as Markdown while it is written.
  *
- * markdown-it parses the text, highlight.js colours its code, DOMPurify removes everything that is not in the lists
- * below, and only then KaTeX typesets its mathematics, from elements that it builds itself. HTML in the text is shown as
- * text. Nothing is loaded from other hosts: images become links.
+ * markdown-it parses the text, highlight.js colours its code, DOMPurify removes everything that is not in the
+ * lists below, and only then KaTeX typesets its mathematics, from elements that it builds itself. HTML in the text
+ * is shown as text. Nothing is loaded from other hosts: images become links.
  */
 
 import { copyText, iconButton, make } from "./dom.js";
@@ -12,8 +12,8 @@ import { mathPlugin } from "./math.js";
 const { markdownit, hljs, katex, DOMPurify } = window;  // vendor/, loaded by index.html
 
 const TAGS = [
-  "p", "br", "hr", "h1", "h2", "h3", "h4", "h5", "h6", "strong", "em", "s", "code", "pre", "blockquote", "ul", "ol", "li",
-  "a", "table", "thead", "tbody", "tr", "th", "td", "span",
+  "p", "br", "hr", "h1", "h2", "h3", "h4", "h5", "h6", "strong", "em", "s", "code", "pre", "blockquote",
+  "ul", "ol", "li", "a", "table", "thead", "tbody", "tr", "th", "td", "span",
 ];
 const ATTRIBUTES = ["href", "class", "start", "title", "data-tex"];
 const MAX_HIGHLIGHTED = 50_000;  // characters of a code block; longer ones would make the page slow
@@ -51,16 +51,25 @@ function highlight(code, language) {
   return hljs.highlight(code, { language, ignoreIllegals: true }).value;
 }
 
-/** Return the HTML of each block at the top level: a paragraph, a list, a table. */
-function renderBlocks(text) {
+/**
+ * Return the blocks at the top level (a paragraph, a list, a table) as [{source, html}].
+ * earlier: the blocks of the beginning of the text; those that are unchanged are not rendered again.
+ */
+function renderBlocks(text, earlier) {
   const env = {};
+  const tokens = markdown.parse(text, env);
+  const lines = text.split("\n");
+  const definitions = Object.keys(env.references ?? {}).join("\n");  // [name]: address, which any block may use
   const blocks = [];
   let group = [], depth = 0;
-  for (const token of markdown.parse(text, env)) {
+  for (const token of tokens) {
     group.push(token);
     depth += token.nesting;
     if (depth > 0) continue;
-    blocks.push(markdown.renderer.render(group, markdown.options, env));
+    const source = `${definitions}\n\n${lines.slice(...group[0].map).join("\n")}`;
+    const before = earlier[blocks.length];
+    const isSame = before?.source === source;
+    blocks.push(isSame ? before : { source, html: markdown.renderer.render(group, markdown.options, env) });
     group = [];
   }
   return blocks;
@@ -92,10 +101,11 @@ function addCodeHeader(pre) {
   const code = pre.firstElementChild;
   const language = /language-([\w+#.-]+)/.exec(code.className)?.[1] ?? "";
   const copy = iconButton("copy", "Copy code", () => copyText(code.textContent.replace(/\n$/, ""), copy));
-  const box = make("div", { class: "code" }, make("div", { class: "code-head" }, make("span", { text: language || "text" }), copy));
+  const head = make("div", { class: "code-head" }, make("span", { text: language || "text" }), copy);
+  const box = make("div", { class: "code" }, head);
   pre.replaceWith(box);
   box.append(pre);
-  Object.assign(pre, { tabIndex: 0 });
+  pre.tabIndex = 0;
   pre.setAttribute("role", "region");
   pre.setAttribute("aria-label", language ? `Code in ${language}` : "Code");
 }
@@ -108,7 +118,8 @@ function typeset(span) {
     // trust: false refuses links and other commands with effects; the two limits end expansions without end.
     katex.render(tex, span, { displayMode: display, trust: false, strict: "ignore", maxSize: 20, maxExpand: 500 });
   } catch (error) {
-    if (!(error instanceof katex.ParseError || error instanceof RangeError)) throw error;  // RangeError: nested too deeply
+    // RangeError: nested too deeply.
+    if (!(error instanceof katex.ParseError || error instanceof RangeError)) throw error;
     span.textContent = tex;
     span.classList.add("unread");
     span.title = error.message;
@@ -133,9 +144,9 @@ export class MarkdownView {
 
   /** Show the text. */
   show(text) {
-    const blocks = renderBlocks(text);
-    blocks.forEach((html, index) => {
-      if (html === this._blocks[index]) return;
+    const blocks = renderBlocks(text, this._blocks);
+    blocks.forEach(({ html }, index) => {
+      if (html === this._blocks[index]?.html) return;
       const fresh = blockElement(html);
       const old = this.element.children[index];
       if (!old) this.element.append(fresh);

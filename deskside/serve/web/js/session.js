@@ -10,7 +10,7 @@ import { ServerError, ServerGone, getModels } from "./api.js";
 import { addMessage, branch, newConversation, showVersion } from "./conversation.js";
 import { generate } from "./generation.js";
 import { loadSettings, saveSettings } from "./settings.js";
-import { getConversation, saveConversation } from "./store.js";
+import { getConversation, removeConversations, saveConversation } from "./store.js";
 
 const SAVE_MILLISECONDS = 1000;  // between two savings of an answer that is being generated
 
@@ -23,6 +23,7 @@ export class Session extends EventTarget {
     this.conversation = newConversation(this.settings.system ?? "");
     this._running = new Map();  // conversation id -> {conversation, message, stop: AbortController}
     this._waiting = new Set();  // conversations whose question is sent when the server is back
+    this._removed = new Set();  // conversations that are not saved any more
     this.errors = new Map();    // message id -> why it has no answer
     connection.addEventListener("back", () => this._recover());
   }
@@ -152,14 +153,28 @@ export class Session extends EventTarget {
     await this._save(conversation);
   }
 
-  /** Stop the answer of the open conversation, and do not send what waits for the server. */
-  stop() {
-    this.stopAnswer(this.conversation.id);
+  /** Delete conversations, and end their answers. */
+  async remove(ids) {
+    for (const id of ids) {
+      this._removed.add(id);
+      this._stop(id);
+    }
+    await removeConversations(ids);
+    if (ids.includes(this.conversation.id)) this.newChat();
+    this._tell("list");
   }
 
-  stopAnswer(id) {
+  /** Stop the answer of the open conversation, and do not send what waits for the server. */
+  stop() {
+    this._stop(this.conversation.id);
+  }
+
+  _stop(id) {
     this._running.get(id)?.stop.abort();
-    if (this._waiting.delete(id)) this._tell("running", "stopped");
+    if (this._waiting.delete(id)) {
+      this._tell("conversation");
+      this._tell("running", "stopped");
+    }
   }
 
   async _answer(conversation, parent) {
@@ -231,6 +246,7 @@ export class Session extends EventTarget {
 
   /** An answer that has nothing yet is not saved: it leaves again if it fails. */
   async _save(conversation) {
+    if (this._removed.has(conversation.id)) return;
     const { message } = this._running.get(conversation.id) ?? {};
     let saved = conversation;
     if (message && isEmpty(message)) {

@@ -2,17 +2,41 @@
 
 const KEY = "deskside.settings";
 
-/** Numbers. An empty field has no effect; `placeholder` says what that means. `chat`: only for chat completions. */
+/** The number fields. One with `step` 1 is whole. An empty one is not sent; `placeholder` says what that means. */
 export const NUMBERS = [
-  { name: "temperature", label: "Temperature", min: 0, max: 2, step: 0.05, value: 0.8, help: "0 always takes the most probable token" },
-  { name: "top_p", label: "Top-p", min: 0, max: 1, step: 0.01, value: 1, help: "The most probable tokens of this total probability" },
-  { name: "top_k", label: "Top-k", min: 0, max: 2147483647, step: 1, value: 0, help: "The k most probable tokens; 0 for all" },
-  { name: "min_p", label: "Min-p", min: 0, max: 1, step: 0.01, value: 0, help: "Tokens of this share of the greatest probability" },
-  { name: "max_tokens", label: "Max tokens", min: 1, step: 1, value: "", placeholder: "no limit", help: "Of one answer" },
-  { name: "seed", label: "Seed", min: 0, max: Number.MAX_SAFE_INTEGER, step: 1, value: "", placeholder: "random", help: "The same seed gives the same answer" },
-  { name: "repetition_penalty", label: "Repetition penalty", min: 0.1, max: 10, step: 0.01, value: 1, help: "Above 1: fewer tokens that occurred" },
-  { name: "frequency_penalty", label: "Frequency penalty", min: -2, max: 2, step: 0.1, value: 0, help: "Per occurrence in the answer" },
-  { name: "presence_penalty", label: "Presence penalty", min: -2, max: 2, step: 0.1, value: 0, help: "Once for what the answer has" },
+  {
+    name: "temperature", label: "Temperature", min: 0, max: 2, step: 0.05, value: 0.8,
+    help: "0 always takes the most probable token",
+  },
+  {
+    name: "top_p", label: "Top-p", min: 0, max: 1, step: 0.01, value: 1,
+    help: "The most probable tokens of this total probability",
+  },
+  {
+    name: "top_k", label: "Top-k", min: 0, max: 2 ** 31 - 1, step: 1, value: 0,
+    help: "The k most probable tokens; 0 for all",
+  },
+  {
+    name: "min_p", label: "Min-p", min: 0, max: 1, step: 0.01, value: 0,
+    help: "Tokens of this share of the greatest probability",
+  },
+  { name: "max_tokens", label: "Max tokens", min: 1, step: 1, value: "", help: "Of one answer" },
+  {
+    name: "seed", label: "Seed", min: 0, max: Number.MAX_SAFE_INTEGER, step: 1, value: "", placeholder: "random",
+    help: "The same seed gives the same answer",
+  },
+  {
+    name: "repetition_penalty", label: "Repetition penalty", min: 0.1, max: 10, step: 0.01, value: 1,
+    help: "Above 1: fewer tokens that occurred",
+  },
+  {
+    name: "frequency_penalty", label: "Frequency penalty", min: -2, max: 2, step: 0.1, value: 0,
+    help: "Per occurrence in the answer",
+  },
+  {
+    name: "presence_penalty", label: "Presence penalty", min: -2, max: 2, step: 0.1, value: 0,
+    help: "Once for what the answer has",
+  },
 ];
 
 const DEFAULTS = {

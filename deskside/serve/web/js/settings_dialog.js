@@ -10,11 +10,12 @@ export class SettingsDialog {
     for (const { name, label, help, placeholder, min, max, step } of NUMBERS) {
       const id = `setting-${name}`;
       const input = make("input", {
-        type: "number", id, min, max, step: "any", placeholder, inputmode: step < 1 ? "decimal" : "numeric", "aria-describedby": `${id}-help`,
+        type: "number", id, min, max, step: "any", placeholder, "aria-describedby": `${id}-help`,
+        inputmode: step < 1 ? "decimal" : "numeric",
       });
       input.addEventListener("change", () => this._changeNumber(name, step, input));
-      const field = make("div", { class: "field" }, make("label", { for: id, text: label }), input, make("small", { id: `${id}-help`, text: help }));
-      byId("numbers").append(field);
+      const below = make("small", { id: `${id}-help`, text: help });
+      byId("numbers").append(make("div", { class: "field" }, make("label", { for: id, text: label }), input, below));
     }
     byId("system").addEventListener("change", () => session.changeSystem(byId("system").value));
     byId("thinking").addEventListener("change", () => session.changeSettings({ thinking: byId("thinking").value }));

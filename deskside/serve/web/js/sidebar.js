@@ -2,7 +2,7 @@
 
 import { byId, iconButton, make } from "./dom.js";
 import { confirmed, entered } from "./dialogs.js";
-import { listConversations, onOtherTabs, removeConversations, saveConversation } from "./store.js";
+import { listConversations, onOtherTabs, saveConversation } from "./store.js";
 import { download, exported, imported } from "./transfer.js";
 
 const DAY = 24 * 3600 * 1000;
@@ -75,7 +75,8 @@ export class Sidebar {
       make("h3", { text: name }), make("ul", {}, ...members.map((conversation) => this._entry(conversation))))));
     if (focused) list.querySelector(`[data-key="${focused}"]`)?.focus();
     byId("no-conversations").hidden = found.length > 0;
-    byId("no-conversations").textContent = words ? "No conversation has these words." : "Conversations are kept in this browser.";
+    byId("no-conversations").textContent =
+      words ? "No conversation has these words." : "Conversations are kept in this browser.";
     for (const id of ["export-all", "delete-all"]) byId(id).disabled = !this._all.length;
   }
 
@@ -83,13 +84,16 @@ export class Sidebar {
     const { id, title } = conversation;
     const isOpen = id === this._session.conversation.id;
     const open = async () => { await this._session.open(id); this.closeDrawer(); byId("say").focus(); };
+    const save = () => download(`${fileName(title)}.json`, exported([conversation]));
+    const remove = () => this._delete([conversation], `“${title}”`);
     return make("li", { class: isOpen ? "open" : "" },
-      make("button", { type: "button", class: "title", text: title || "Untitled", title, "aria-current": isOpen ? "true" : null,
-                       "data-key": `${id} open`, on: { click: open } }),
+      make("button", {
+        type: "button", class: "title", text: title, title, "aria-current": isOpen ? "true" : null,
+        "data-key": `${id} open`, on: { click: open },
+      }),
       iconButton("edit", `Rename ${title}`, () => this._rename(conversation), { "data-key": `${id} rename` }),
-      iconButton("download", `Export ${title}`, () => download(`${fileName(title)}.json`, exported([conversation])),
-                 { "data-key": `${id} export` }),
-      iconButton("trash", `Delete ${title}`, () => this._delete([conversation], `“${title}”`), { "data-key": `${id} delete` }));
+      iconButton("download", `Export ${title}`, save, { "data-key": `${id} export` }),
+      iconButton("trash", `Delete ${title}`, remove, { "data-key": `${id} delete` }));
   }
 
   async _rename(conversation) {
@@ -99,11 +103,7 @@ export class Sidebar {
 
   async _delete(conversations, what) {
     if (!(await confirmed(`Delete ${what}?`, "This cannot be undone; an export keeps a copy.", "Delete"))) return;
-    const ids = conversations.map(({ id }) => id);
-    ids.forEach((id) => this._session.stopAnswer(id));
-    await removeConversations(ids);
-    if (ids.includes(this._session.conversation.id)) this._session.newChat();
-    await this.load();
+    await this._session.remove(conversations.map(({ id }) => id));
     byId("say").focus();
   }
 

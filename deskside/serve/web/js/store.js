@@ -42,8 +42,8 @@ export function getConversation(id) {
 }
 
 /**
- * Save a conversation. Messages that another tab has added to it are kept, because messages are never removed; the other
- * fields are those of the last that saved.
+ * Save a conversation. Messages that another tab has added to it are kept, because messages are never removed; the
+ * other fields are those of the last that saved.
  */
 export async function saveConversation(conversation) {
   await inTransaction("readwrite", (store) => {

@@ -1,9 +1,9 @@
 /**
  * Conversations as JSON files.
  *
- * A file is a list of {"title", "created", "updated", "messages", "deskside"}. `messages` is the shown branch in OpenAI's
- * format, for any other program; `deskside` has all versions, and is what an import here reads first. An import also
- * takes one such object, {"messages": [...]} of another program, or a bare list of messages.
+ * A file is a list of {"title", "created", "updated", "messages", "deskside"}. `messages` is the shown branch in
+ * OpenAI's format, for any other program; `deskside` has all versions, and is what an import here reads. An import
+ * also takes one such object, {"messages": [...]} of another program, or a bare list of messages.
  */
 
 import { addMessage, branch, newConversation, openAiMessages } from "./conversation.js";

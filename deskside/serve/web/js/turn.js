@@ -87,7 +87,8 @@ export class Turn {
     const error = session.errors.get(message.id) ?? "";
     // Buttons are made again only when they change, so that the one in focus keeps it while an answer grows.
     const drawn = JSON.stringify([
-      isRunning, Boolean(session.running), isLast, all.length, message.finish, message.usage, error, session.waiting, session.model?.id,
+      isRunning, Boolean(session.running), session.waiting, session.model?.id, isLast, all.length, error,
+      message.finish, message.usage,
     ]);
     if (drawn === this._drawn) return;
     this._drawn = drawn;
@@ -112,7 +113,10 @@ export class Turn {
     }
     if (isQuestion && isLast && !session.running) {
       if (session.waiting) found.push(make("p", { class: "note", text: "Will be sent when the server is back." }));
-      else found.push(textButton("redo", error ? "Try again" : "Answer", () => session.answerLast(), { class: "small" }));
+      else {
+        const words = error ? "Try again" : "Answer";
+        found.push(textButton("redo", words, () => session.answerLast(), { class: "small" }));
+      }
     }
     return found;
   }
@@ -120,7 +124,8 @@ export class Turn {
   /** A call that is cut off cannot go on, nor an answer that is still reasoning: its text has not begun. */
   _canContinue() {
     const { message, _session: session } = this;
-    if (message.role !== "assistant" || session.model === null || !message.content || message.calls?.length) return false;
+    if (message.role !== "assistant" || session.model === null) return false;
+    if (!message.content || message.calls?.length) return false;
     return !session.model.chat_template || message.finish !== "stop";
   }
 
@@ -191,8 +196,8 @@ export class Turn {
   /** The page runs no tools: the user gives the result of each call. */
   _resultsForm() {
     const { message, _session: session } = this;
-    const areas = message.calls.map((call) => make("textarea", { rows: "2", required: true, "aria-label": `Result of ${call.name}` }));
-    const fields = areas.map((area, index) => make("label", { text: `Result of ${message.calls[index].name}` }, area));
+    const areas = message.calls.map(() => make("textarea", { rows: "2", required: true }));
+    const fields = message.calls.map(({ name }, index) => make("label", { text: `Result of ${name}` }, areas[index]));
     const form = make("form", { class: "results" }, ...fields,
       make("div", { class: "row" }, make("button", { type: "submit", class: "main", text: "Send results" })));
     form.addEventListener("submit", (event) => {
@@ -217,5 +222,6 @@ function usageText(usage) {
   const words = [`${usage.completion} ${usage.completion === 1 ? "token" : "tokens"}`];
   if (speed !== null) words.push(`${speed < 10 ? speed.toFixed(1) : Math.round(speed)} tokens/s`);
   const more = `Prompt: ${usage.prompt} tokens. First token after ${usage.first.toFixed(2)} s.`;
-  return make("span", { class: "usage", title: more, text: words.join(" · ") }, make("span", { class: "unseen", text: `. ${more}` }));
+  const spoken = make("span", { class: "unseen", text: `. ${more}` });
+  return make("span", { class: "usage", title: more, text: words.join(" · ") }, spoken);
 }
