@@ -1,11 +1,14 @@
 """`deskside facts list`, `add` and `schema`: measurements that owners of cards shared, which the planner reads."""
 
+from __future__ import annotations
+
 import datetime
 import shlex
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deskside.budget.shape import num_params
 from deskside.cli.answer import print_answer
@@ -14,6 +17,9 @@ from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption
 from deskside.utils.format import count, plural
 from deskside.utils.printer import Printer
+
+if TYPE_CHECKING:
+    from deskside.measurements.reported import Reported
 
 
 @dataclass(kw_only=True)
@@ -80,34 +86,59 @@ def _list(options: ListOptions) -> int:
         about = "any card" if options.gpu is None else cards[0]
         printer.text(f"no reports of {about} yet; share yours with: deskside probe --share my-card.json")
         return 0
-    for card, entries in reports.items():
-        printer.text(f"{card}: {plural(len(entries), 'report')}", "strong")
-        if options.gpu is not None:
-            _print_reports(printer, entries)
+    if options.gpu is None:
+        rows = [[card, str(len(found)), max(e.report.date for e in found)] for card, found in reports.items()]
+        printer.table(["card", "reports", "newest"], rows, "lrl")
+    else:
+        _show_reports(printer, cards[0], reports[cards[0]])
     return 0
 
 
-def _print_reports(printer: Printer, entries: Sequence[Any]) -> None:
-    """Print each report of a card, then the speeds of all of them together."""
+def _show_reports(printer: Printer, card: str, entries: Sequence[Reported]) -> None:
+    """Print each report of a card, the speeds of all of them together, and the checks that did not work."""
     from deskside.measurements.reported import reported_speeds
 
+    printer.text(f"{card}: {plural(len(entries), 'report')}", "strong")
+    rows = []
     for entry in entries:
         report, bench = entry.report, entry.report.benchmark
-        rates = "" if bench is None else (
-            f", {bench.matmul_flops / 1e12:.0f} TFLOP/s, {bench.copy_bytes_per_second / 1e9:,.0f} GB/s"
+        rates = ("", "") if bench is None else (
+            f"{bench.matmul_flops / 1e12:.0f}", f"{bench.copy_bytes_per_second / 1e9:,.0f}"
         )  # fmt: skip
-        limit = "" if report.power_limit_watts is None else f", {report.power_limit_watts:.0f} W"
-        printer.text(f"{report.date}  {entry.digest}{rates}{limit}", indent=2)
-        versions = f"driver {report.driver}, torch {report.torch}, deskside {report.deskside}"
-        printer.text(versions, "quiet", indent=4)
+        limit = "" if report.power_limit_watts is None else f"{report.power_limit_watts:.0f}"
+        rows.append([report.date, entry.digest[:8], *rates, limit, report.driver, report.torch])
+    printer.table(
+        ["date", "report", "BF16 TFLOP/s", "copy GB/s", "limit W", "driver", "torch"], rows, "llrrrll"
+    )
+    printer.text()
     rows = []
     for speed in reported_speeds(entries):
         point, (low, median, high) = speed.point, speed.tokens_per_second
-        words = f"{point.precision} {point.optimizer} {point.activation_checkpointing.replace('none', '')}"
-        sizes = (count(num_params(point.config)), f"{point.sequence_length}", f"{point.micro_tokens}")
-        rows.append([*sizes, words.strip(), *(f"{s:,.0f}" for s in (median, low, high)), str(speed.reports)])
-    headings = ["params", "seq", "micro", "options", "tokens/s", "lowest", "highest", "reports"]
-    printer.table(headings, rows, "rrrlrrrr")
+        again = "" if point.activation_checkpointing == "none" else f", {point.activation_checkpointing}"
+        rows.append(
+            [
+                count(num_params(point.config)),
+                f"{point.sequence_length:,}",
+                f"{point.micro_tokens:,}",
+                f"{point.precision}, {point.optimizer}{again}",
+                f"{median:,.0f}",
+                f"{100 * (low / median - 1):+.0f} to {100 * (high / median - 1):+.0f} %",
+                str(speed.reports),
+            ]
+        )
+    names = ["params", "row", "micro-batch", "options", "tokens/s", "range", "reports"]
+    printer.table(names, rows, "rrrlrlr")
+    failed = Counter(
+        (name, verdict)
+        for entry in entries
+        for name, verdict in entry.report.doctor.items()
+        if verdict != "works"
+    )
+    printer.text()
+    for (name, verdict), number in failed.items():
+        printer.text(f"doctor: {name}: {verdict} in {number} of {plural(len(entries), 'report')}")
+    if not failed:
+        printer.text("doctor: every check works in every report")
 
 
 def _add(options: AddOptions) -> int:
@@ -135,7 +166,7 @@ def _schema(options: SchemaOptions) -> int:
     return 0
 
 
-def _as_json(entry: Any) -> dict[str, Any]:
+def _as_json(entry: Reported) -> dict[str, Any]:
     return {
         "digest": entry.digest,
         "added": entry.added,

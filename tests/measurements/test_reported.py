@@ -239,7 +239,8 @@ def test_a_plan_without_a_probe_uses_the_reports(tmp_path: Path, capsys: pytest.
         **after["request"]["calibration"], "source": "reported", "reports": [entry.digest]
     }  # fmt: skip
     assert after["bands"][0]["speed"]["calibration"] == "reported"
-    assert "rates reported: 4 points in 1 report" in plan("h200")
+    assert "rates reported: speed +-15%" in (text := plan("h200")) and "1 report by other owners" in text
+    assert "rates reported: 4 points in 1 report" in plan("h200", "--details")
     assert any("1 report by other owners" in note for note in after["notes"])
     assert plan("h100 sxm", "--json")["bands"] == other["bands"]
 
