@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any
 
+from deskside.cli import plan_cloud
 from deskside.cli.card_list import list_cards
 from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
@@ -33,6 +34,7 @@ class PlanOptions(PlanQuestion, JsonOption):
       deskside plan --gpu rtx4090 --init Qwen/Qwen3-0.6B --tokens 1B
       deskside plan --gpu rtx4090 --params 3B --gpus 4 --optim.name adamw
       deskside plan --gpu rtx4090 --hours 24 --explain memory.activations
+      deskside plan --gpu rtx4090 --hours 24 --data.path data/corpus --cloud task.yaml
       deskside plan --gpu rtx5090 --depth 24 --claim-step-seconds 1
     """
 
@@ -56,6 +58,15 @@ class PlanOptions(PlanQuestion, JsonOption):
     )
     price_kwh: float | None = option("dollars per kWh", None, metavar="X")
     rent_per_hour: float | None = option("dollars per hour of renting such a GPU", None, metavar="Y")
+    cloud: str | None = option(
+        "write a SkyPilot task that carries out the plan on a rented GPU", None, metavar="FILE"
+    )
+    cloud_runs: str | None = option(
+        "bucket for its run, such as s3://mine; allows cheaper spot machines", None, metavar="URL"
+    )
+    cloud_wheel: str | None = option(
+        "wheel of deskside to install there; default: from PyPI", None, metavar="WHL"
+    )
     probes: str = option("directory of deskside probe's results", "probes", metavar="DIR")
     details: bool = option("also memory, time and cost by item, and the source of each number", False)
     explain: str | None = option(
@@ -106,12 +117,15 @@ def run(argv: Sequence[str]) -> int:
 
             Printer().text(explanation.text(), hanging=4)
         return 0
+    rented = plan_cloud.write_task(plan, options.cloud, options.cloud_runs, options.cloud_wheel)
     if options.json:
-        print_json(plan.to_json(), indent=1)
+        print_json({**plan.to_json(), **({"cloud": rented} if rented else {})}, indent=1)
     else:
         from deskside.plan import render  # imports rich, which takes time
 
         render.show(plan, options.details)
+        if rented:
+            plan_cloud.show(rented)
     return 0
 
 
