@@ -1,11 +1,11 @@
-"""Elements that several tabs share: charts, notes, the group selector, and the table of unreadable directories."""
+"""Elements that several pages share: charts, notes, the group selector, and the table of unreadable directories."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import streamlit as st
 
-from deskside.dashboard import file_cache, plotly_charts, tables, theme
+from deskside.dashboard import file_cache, plotly_charts, study_charts, tables, theme
 from deskside.dashboard.sidebar import Context, StudySelection, all_groups_key, group_key, literal
 from deskside.report import study_text
 from deskside.run.expert_load import layer_with_differences, load_by_language, newest_load, relative
@@ -30,7 +30,7 @@ def chart(figure: plotly_charts.go.Figure, key: str, alt: str) -> None:
 
 
 def empty_state(context: Context) -> None:
-    """Draw a note that explains why a tab is empty: the filters hide all arms, or there is nothing to show yet."""
+    """Draw a note that explains why a page is empty: the filters hide all arms, or there is nothing to show yet."""
     if context.selection is not None:
         st.info("The filters in the sidebar hide all arms. Clear one of them.")
         return
@@ -40,17 +40,19 @@ def empty_state(context: Context) -> None:
 
 
 def pick_group(context: Context, allow_all: bool = False) -> StudySelection | None:
-    """Draw a tab's heading and return the selection for one group. If there is none, draw a note and return None.
+    """Draw a page's heading and return the selection for one group. If there is none, draw a note and return None.
 
-    Groups of a study have different budgets, batches and baselines, so a tab shows one group at a time. The group is
-    selected in the page and not in the sidebar, because a phone hides the sidebar. With `allow_all`, the tab can also
-    show all groups together, which is then the default.
+    Groups of a study have different budgets, batches and baselines, so a page shows one group at a time. The group is
+    selected in the page and not in the sidebar, because a phone hides the sidebar. With `allow_all`, the page can also
+    show all groups together.
     """
     selection = context.selection
     if selection is None or not selection.results.arms:
         empty_state(context)
         return None
-    groups = selection.unfiltered.groups
+    groups = selection.results.groups
+    if len(groups) == 1:
+        selection = selection.of_group(groups[0].name)
     if len(groups) < 2 or (allow_all and st.toggle("all groups", key=all_groups_key(selection.name))):
         _draw_heading(selection)
         return selection
@@ -63,9 +65,6 @@ def pick_group(context: Context, allow_all: bool = False) -> StudySelection | No
     )
     group_selection = selection.of_group(name)
     _draw_heading(group_selection)
-    if not group_selection.results.arms:
-        st.info("The filters hide all arms of this group. Clear one of them, or select another group.")
-        return None
     return group_selection
 
 
@@ -77,7 +76,7 @@ def _draw_heading(selection: StudySelection) -> None:
         parts.append(f"{literal(results.groups[0].budget)} per trial")
     if selection.hidden:
         parts.append(f"{len(results.arms)} of {len(selection.unfiltered.arms)} arms shown")
-    if selection.folder is not None and not results.complete:
+    if not results.complete:
         parts.append("not complete")
     if (baseline := _baseline_levels(selection)) is not None:
         parts.append(f"baseline: {literal(baseline)}")
@@ -127,14 +126,14 @@ def metric_charts(
     metrics for the table.
     """
     results, metric = selection.results, metric_named(key)
-    figure = plotly_charts.bars(results.arms, key, limit)
+    figure = study_charts.bars(results, key, limit)
     if figure is None:
         st.info(f"{metric.label}: {study_text.NOT_MEASURED}. {sentence(metric.about)}")
     else:
         chart(figure, key, f"{metric.heading} of {len(results.arms)} arms")
         missing = tables.not_measured(results.arms, key)
         st.caption(f"{seeds_note(selection, key)} {sentence(metric.about)} {note}{missing}")
-    figure = plotly_charts.forest(results, key)
+    figure = study_charts.forest(results, key)
     if figure is not None:
         st.header("Against the baseline")
         chart(figure, f"{key}-difference", f"relative differences in {metric.label}, with intervals")
@@ -188,8 +187,6 @@ def expert_charts(
 
 def seeds_note(selection: StudySelection, key: str) -> str:
     """Return a sentence about the number of seeds behind the intervals of a chart."""
-    if selection.folder is None:
-        return "One run each, so no interval."
     seeds = study_text.seeds_text(selection.results.arms, key)
     has_interval = "no " not in seeds  # not "no finished trial" or "1 seed, so no interval"
     return f"Measured; means with their intervals, {seeds}." if has_interval else f"Measured, {seeds}."

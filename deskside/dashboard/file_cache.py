@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from deskside.dashboard import run_table, studies
 from deskside.dashboard.run_table import TableRow
-from deskside.dashboard.scan import FoundRun, ScanResult, Stamp, name_below, scan, stamp
+from deskside.dashboard.scan import FoundRun, ScanResult, name_below, scan, stamp
 from deskside.dashboard.studies import Study
 from deskside.run import record
 from deskside.run.record import MetricsLog, RunRecord
@@ -170,19 +170,6 @@ def curve(path: Path) -> tuple[list[dict[str, float | None]], list[str]]:
     """Return a run's full curve and sentences about missing parts of it. Raises UsageError if there is no run."""
     return _large_values.get(
         "curve", str(path), stamp(path, "metrics.jsonl"), lambda: studies.read_curve(path)
-    )
-
-
-def runs(standalone: tuple[FoundRun, ...], live: frozenset[Path], root: Path) -> Results:
-    """Return the runs that belong to no study, in the form of a study."""
-    key: tuple[tuple[Path, Stamp], ...] = tuple(
-        (run.path, stamp(run.path, *RUN_JSON_FILES)) for run in standalone
-    )
-    return _large_values.get(
-        "runs",
-        str(root),
-        (key, live),
-        lambda: studies.runs_as_results((brief(run.path) for run in standalone), live, root),
     )
 
 

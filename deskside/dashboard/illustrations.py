@@ -121,18 +121,15 @@ def recomputation() -> go.Figure:
 def micro_batches(rows: int, micro: int) -> go.Figure:
     """Draw one optimizer step: passes of `micro` rows each until `rows` rows are processed, then the update."""
     passes = rows // micro
+    outline = {"color": EDGE_COLOR, "width": 1}
     figure = go.Figure()
-    for index in range(passes):
-        figure.add_shape(
-            type="rect", x0=index + 0.08, x1=index + 0.92, y0=0, y1=micro,
-            fillcolor=SKY, line={"color": EDGE_COLOR, "width": 1},
-        )  # fmt: skip
-    figure.add_shape(
-        type="rect", x0=passes + 0.08, x1=passes + 0.92, y0=0, y1=rows, fillcolor=ORANGE,
-        line={"color": EDGE_COLOR, "width": 1}, opacity=0.7,
-    )  # fmt: skip
+    for x, heights, color in (
+        ([index + 0.5 for index in range(passes)], [micro] * passes, SKY),
+        ([passes + 0.5], [rows], ORANGE),
+    ):
+        figure.add_bar(x=x, y=heights, width=0.84, marker={"color": color, "line": outline}, hoverinfo="skip")
     figure.add_annotation(
-        x=passes + 0.5, y=rows / 2, text="update", textangle=-90, showarrow=False, font={"color": "black"}
+        x=passes + 0.5, y=rows / 2, text="update", textangle=-90, showarrow=False, font={"color": "#111111"}
     )
     apply_layout(figure, 230, showlegend=False)
     figure.update_layout(margin={"t": 28})

@@ -23,24 +23,26 @@ class PageSpec:
             folder is not called pages/, because Streamlit would make a page of each file in it.
         section: Heading above the page in the navigation.
         of_study: True if the page shows the study that is selected in the sidebar.
+        filters_arms: False for a page of a study that shows no arms, so that the filters of arms would do nothing.
     """
 
     name: str
     title: str
     section: str = ""
     of_study: bool = False
+    filters_arms: bool = True
 
 
 PAGES = (
     PageSpec("runs", "Runs and studies"),
     PageSpec("run", "Run"),
-    PageSpec("overview", "Summary", "Study", of_study=True),
-    PageSpec("results", "Results", "Study", of_study=True),
-    PageSpec("performance", "Speed and quality", "Study", of_study=True),
-    PageSpec("memory", "Memory", "Study", of_study=True),
-    PageSpec("efficiency", "Trade-offs", "Study", of_study=True),
-    PageSpec("insights", "Insights", "Study", of_study=True),
-    PageSpec("planner", "Planner", "Tools", of_study=True),
+    PageSpec("summary", "Summary", "Study", of_study=True),
+    PageSpec("metrics", "Metrics", "Study", of_study=True),
+    PageSpec("trade_offs", "Trade-offs", "Study", of_study=True),
+    PageSpec("tables", "Tables", "Study", of_study=True),
+    PageSpec("claims", "Claims", "Study", of_study=True, filters_arms=False),
+    PageSpec("planner", "Planner", "Tools"),
+    PageSpec("learning", "Techniques", "Tools"),
 )
 FIRST_PAGE = PAGES[0]
 
@@ -74,7 +76,7 @@ def _drawing(spec: PageSpec, root: Path, pages: Mapping[str, st.Page]) -> Callab
 
     def draw() -> None:
         scan = file_cache.scan_result(str(root))
-        selection = sidebar.show(root, scan) if spec.of_study else None
+        selection = sidebar.show(root, scan, spec.filters_arms) if spec.of_study else None
         import_module(f"deskside.dashboard.views.{spec.name}").show(Context(root, scan, selection, pages))
 
     return draw

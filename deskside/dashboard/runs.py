@@ -3,6 +3,8 @@
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import log
+from statistics import median
 from typing import Any
 
 from deskside.run.record import MetricsLog, RunRecord, mapping, number, step_seconds
@@ -107,16 +109,18 @@ def run_predictions(runs: Iterable[tuple[RunRecord, Mapping[str, Any]]]) -> list
     return [prediction for prediction in predictions if prediction is not None]
 
 
-def trial_predictions(results: Results) -> list[Prediction]:
-    """Return the prediction of a trial's duration for each arm that has one and was measured."""
+def trial_predictions(study: str, results: Results) -> list[Prediction]:
+    """Return the prediction of a trial's duration for each arm that has one and was measured. study: its name."""
+    headings = {group.name: group.heading for group in results.groups}
+    several = len(headings) > 1
     predictions = []
     for arm in results.arms:
         total_seconds = arm.estimates.get("total_seconds")
         plan_range = [None, arm.forecast_seconds, None]
         measured = None if total_seconds is None else total_seconds.mean
-        predictions.append(
-            _prediction(arm.label, "time of a trial, s", plan_range, measured, "plan (modelled)")
-        )
+        name = f"{arm.label} ({headings.get(arm.group, arm.group)})" if several else arm.label
+        quantity = f"time of a trial of {study}, s"
+        predictions.append(_prediction(name, quantity, plan_range, measured, "plan (modelled)"))
     return [prediction for prediction in predictions if prediction is not None]
 
 
@@ -128,3 +132,50 @@ def _prediction(
     if expected is None or expected <= 0 or measured_number is None or measured_number <= 0:
         return None
     return Prediction(name, quantity, expected, low, high, measured_number, source)
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """How exact the predictions of one quantity were.
+
+    Attributes:
+        predicted, measured: Medians.
+        error: Median of measured / predicted - 1.
+        worst: The prediction that is furthest off, as a factor.
+        within_range: How many measured values lie within the range of their prediction; None if none has a range.
+    """
+
+    quantity: str
+    source: str
+    predictions: tuple[Prediction, ...]
+    predicted: float
+    measured: float
+    error: float
+    worst: Prediction
+    within_range: int | None
+
+
+def accuracies(predictions: Iterable[Prediction]) -> list[Accuracy]:
+    """Return the accuracy of each quantity and source, those with the most predictions first."""
+    groups: dict[tuple[str, str], list[Prediction]] = {}
+    for prediction in predictions:
+        groups.setdefault((prediction.quantity, prediction.source), []).append(prediction)
+    found = []
+    for (quantity, source), members in sorted(groups.items(), key=lambda item: -len(item[1])):
+        ranged = [p for p in members if p.low is not None and p.high is not None]
+        within = sum(
+            p.low <= p.measured <= p.high for p in ranged if p.low is not None and p.high is not None
+        )
+        found.append(
+            Accuracy(
+                quantity,
+                source,
+                tuple(members),
+                median(p.predicted for p in members),
+                median(p.measured for p in members),
+                median(p.ratio - 1 for p in members),
+                max(members, key=lambda p: abs(log(p.ratio))),
+                within if ranged else None,
+            )
+        )
+    return found

@@ -32,21 +32,24 @@ class Filters:
 
 @dataclass(frozen=True)
 class StudySelection:
-    """The study that the tabs show.
+    """The study that the pages show.
 
     Attributes:
         name: Name of the study in the sidebar.
-        folder: Its directory; None for the runs that belong to no study.
+        folder: Its directory.
         results: The study with only the arms that pass the filters.
         unfiltered: The study with all arms.
-        card: Name of the GPU or CPU; of single runs, all of their names.
     """
 
     name: str
-    folder: Path | None
+    folder: Path
     results: Results
     unfiltered: Results
-    card: str
+
+    @property
+    def card(self) -> str:
+        """Name of the GPU or CPU."""
+        return machine_name(self.unfiltered.machine)
 
     @property
     def hidden(self) -> int:
@@ -66,7 +69,7 @@ class Context:
     """The input of every page.
 
     Attributes:
-        selection: The study of a page of studies; None if there is no readable study and no run outside of studies.
+        selection: The study of a page of studies; None if there is no readable study.
         pages: Streamlit's page of each name in `page.PAGES`, for links.
     """
 
@@ -76,37 +79,29 @@ class Context:
     pages: Mapping[str, Any] = field(default_factory=dict)
 
 
-def show(root: Path, scan: ScanResult) -> StudySelection | None:
-    """Draw the sidebar and return the selected study, or None if there is nothing to select."""
+def show(root: Path, scan: ScanResult, filters_arms: bool = True) -> StudySelection | None:
+    """Draw the sidebar, with the filters of arms or without, and return the selected study; None if there is none."""
     with st.sidebar:
         studies = file_cache.readable_studies(scan)
         names = {
             name_below(path, root): path
             for path in sorted(studies, key=lambda path: studies[path].updated, reverse=True)
         }
-        runs_choice = f"runs outside of studies ({len(scan.standalone_runs):,})"
-        choices = [*names, *([runs_choice] if scan.standalone_runs else [])]
-        if not choices:
-            st.caption("No readable study and no run outside of studies was found.")
+        if not names:
+            st.caption("No readable study was found.")
             st.button("Look again")
             return None
-        name = st.selectbox("study", choices, key="study", bind="query-params", persist_state="session")
-        folder = names.get(name)
-        if folder is not None:
-            unfiltered = studies[folder]
-            card = machine_name(unfiltered.machine)
-        else:
-            live = file_cache.live_runs(scan.standalone_runs)
-            unfiltered = file_cache.runs(scan.standalone_runs, live, root)
-            card = ", ".join(sorted({arm.levels["card"] for arm in unfiltered.arms}))
-        _persist_group(unfiltered, name)
+        name = st.selectbox("study", list(names), key="study", bind="query-params", persist_state="session")
+        folder = names[name]
+        unfiltered = studies[folder]
+        if not filters_arms:
+            return StudySelection(name, folder, unfiltered, unfiltered)
         results = _apply_filters(name, unfiltered, _filters(unfiltered, name))
+        _persist_group(results, name)
         groups = f", in {len(unfiltered.groups)} groups" if len(unfiltered.groups) > 1 else ""
-        st.caption(
-            f"{len(results.arms)} of {plural(len(unfiltered.arms), 'arm' if folder else 'run')} shown{groups}"
-        )
+        st.caption(f"{len(results.arms)} of {plural(len(unfiltered.arms), 'arm')} shown{groups}")
         st.button("Read again")
-    return StudySelection(name, folder, results, unfiltered, card)
+    return StudySelection(name, folder, results, unfiltered)
 
 
 def group_key(study: str) -> str:
@@ -119,20 +114,20 @@ def all_groups_key(study: str) -> str:
     return f"{study}: all groups"
 
 
-def _persist_group(unfiltered: Results, study: str) -> None:
+def _persist_group(results: Results, study: str) -> None:
     """Keep the selected group in the session state; initially, select the first group with a finished trial.
 
-    The widgets that select a group are drawn in tabs, and Streamlit deletes the state of a widget that is not drawn.
+    The widgets that select a group are drawn in pages, and Streamlit deletes the state of a widget that is not drawn.
     Writing the state at every rerun keeps it.
     """
-    names = [group.name for group in unfiltered.groups]
+    names = [group.name for group in results.groups]
     if len(names) < 2:
         return
-    groups_with_results = [arm.group for arm in unfiltered.arms if arm.finished()]
+    groups_with_results = [arm.group for arm in results.arms if arm.finished()]
     first = next((name for name in names if name in groups_with_results), names[0])
     selected = st.session_state.get(group_key(study))
     st.session_state[group_key(study)] = selected if selected in names else first
-    st.session_state[all_groups_key(study)] = st.session_state.get(all_groups_key(study), True)
+    st.session_state[all_groups_key(study)] = st.session_state.get(all_groups_key(study), False)
 
 
 def _filters(unfiltered: Results, study: str) -> Filters:
@@ -214,7 +209,8 @@ def select(results: Results, filters: Filters) -> Results:
         results = compare(replace(results, seeds=seeds, arms=arms, interactions=[], fronts=[]))
     shown = [arm for arm in results.arms if _matches(arm, filters)]
     ids = {arm.id for arm in shown}
-    groups = [g for g in results.groups if filters.groups is None or g.name in filters.groups]
+    shown_groups = {arm.group for arm in shown} if filters != Filters(seeds=filters.seeds) else None
+    groups = [group for group in results.groups if shown_groups is None or group.name in shown_groups]
     names = {group.name for group in groups}
     fronts = [
         replace(
@@ -225,7 +221,14 @@ def select(results: Results, filters: Filters) -> Results:
         for front in results.fronts
         if front.group in names
     ]
-    interactions = [interaction for interaction in results.interactions if interaction.group in names]
+    interactions = [
+        interaction
+        for interaction in results.interactions
+        if any(
+            arm.group == interaction.group and interaction.levels.items() <= arm.levels.items()
+            for arm in shown
+        )
+    ]
     return replace(results, arms=shown, fronts=fronts, groups=groups, interactions=interactions)
 
 

@@ -1,4 +1,4 @@
-"""Tables of a study: for display in the tabs, and for download as CSV files.
+"""Tables of a study: for display in the pages, and for download as CSV files.
 
 The CSV files have the stored numbers with all digits, under the keys of study/stats/metrics.py. Numbers that were not
 measured are empty.
@@ -70,17 +70,13 @@ def display_arms(results: Results) -> pd.DataFrame:
     measured = [metric for metric in ORDERED_METRICS if study_text.measured_arms(results.arms, metric.key)]
     rows = []
     for arm in results.arms:
-        row: dict[str, Any] = {
-            **_group_column(results, arm),
-            "arm": arm.label,
-            "status": study_text.trials_text(arm),
-        }
+        row: dict[str, Any] = {"arm": arm.label}
         for metric in measured:
             estimate = arm.estimate(metric.key)
             row[metric.heading] = estimate.mean * metric.scale if estimate else None
         row |= {label: arm.levels.get(name, "") for name, label in labels.items()}
-        row["products"] = "emulated" if arm.emulated else "native"
-        rows.append(row)
+        row |= {"status": study_text.trials_text(arm), "products": "emulated" if arm.emulated else "native"}
+        rows.append(row | _group_column(results, arm))
     return pd.DataFrame(rows)
 
 
@@ -94,17 +90,12 @@ def display_trials(results: Results) -> pd.DataFrame:
     rows = []
     for arm in results.arms:
         for trial in arm.trials:
-            row: dict[str, Any] = {
-                **_group_column(results, arm),
-                "arm": arm.label,
-                "seed": trial.seed,
-                "status": status_text(trial.status),
-            }
+            row: dict[str, Any] = {"arm": arm.label, "seed": trial.seed}
             for metric in measured:
                 value = trial.metrics.get(metric.key)
                 row[metric.heading] = None if value is None else value * metric.scale
-            row["why"] = trial.reason
-            rows.append(row)
+            row |= {"status": status_text(trial.status), "why": trial.reason}
+            rows.append(row | _group_column(results, arm))
     return pd.DataFrame(rows)
 
 

@@ -114,3 +114,8 @@ def electricity_prices() -> list[Price]:
         Price(entry["usd_per_kwh"], entry["place"], entry["date"], entry["source"])
         for entry in toml_file("prices.toml")["electricity"]
     ]
+
+
+def default_electricity_price() -> Price:
+    """Return the price per kWh of plans for which none is given: the cheapest of `electricity_prices`."""
+    return electricity_prices()[0]

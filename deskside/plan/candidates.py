@@ -140,15 +140,25 @@ def search(request: PlanRequest, end: int = 1, staged: bool = True) -> list[Cand
     for shape in models(request):
         if best is not None and matmul_params(shape.model) > 2 * MAX_SIZE_RATIO * best.weights:
             break
-        options = [c for c in _by_optimizer(request, shape, end, staged) if c is not None]
-        if options:
-            candidate = min(options, key=lambda c: (c.estimate.fits != "fits", c.loss[1], c.seconds[1]))
+        candidate = best_candidate(request, shape, end, staged)
+        if candidate is not None:
             candidates.append(candidate)
             if best is None or _objective(request, candidate) < _objective(request, best):
                 best = candidate
         elif shape.preset.startswith("d") and (candidates or request.budget.kind != "loss"):
             break  # only a budget of loss can exclude small models and still allow larger ones
     return candidates
+
+
+def best_candidate(
+    request: PlanRequest, shape: CandidateModel, end: int = 1, staged: bool = True
+) -> Candidate | None:
+    """Return a model's candidate with the best optimizer, None if it does not fit or the budget is too small.
+
+    end, staged: as in `search`.
+    """
+    options = [c for c in _by_optimizer(request, shape, end, staged) if c is not None]
+    return min(options, key=lambda c: (c.estimate.fits != "fits", c.loss[1], c.seconds[1]), default=None)
 
 
 def _objective(request: PlanRequest, candidate: Candidate) -> float:
@@ -163,9 +173,14 @@ def _objective(request: PlanRequest, candidate: Candidate) -> float:
 
 def fits_at_all(request: PlanRequest) -> bool:
     """Return True if the smallest model fits, at least as expected."""
-    smallest = setting_on_card(request, next(models(request)).config)
+    return model_fits(request, next(models(request)))
+
+
+def model_fits(request: PlanRequest, shape: CandidateModel) -> bool:
+    """Return True if a model fits with one row per pass, at least as expected, whatever the budget."""
+    setting = setting_on_card(request, shape.config)
     last_stage = stages(request.sequence, request.sequence * request.readers)[-1]
-    row = replace(smallest, stages=(replace(last_stage, share=1.0),), micro_tokens=request.sequence)
+    row = replace(setting, stages=(replace(last_stage, share=1.0),), micro_tokens=request.sequence)
     return fastest_that_fits(request, row).fits != "no"
 
 

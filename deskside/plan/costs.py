@@ -17,7 +17,7 @@ from deskside.budget.running_costs import (
     own_or_rent,
     wall_watts,
 )
-from deskside.facts.power_and_prices import electricity_prices, rental_prices
+from deskside.facts.power_and_prices import default_electricity_price, rental_prices
 from deskside.plan.estimate import Range, range_json
 from deskside.plan.request import PlanRequest
 
@@ -98,7 +98,8 @@ def cost(request: PlanRequest, seconds: Range, of: str) -> Cost:
         kwh = kilowatt_hours(wall, low, expected, high)
         price, source = request.price_kwh, "given"
         if price is None:
-            price, source = electricity_prices()[0].usd, electricity_prices()[0].label
+            published = default_electricity_price()
+            price, source = published.usd, published.label
             notes.append("no --price-kwh was given: electricity is at a published price")
         electricity_cost = Money((kwh[0] * price, kwh[1] * price, kwh[2] * price), price, source)
         caps = [

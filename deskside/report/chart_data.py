@@ -27,6 +27,8 @@ MAX_RATIO = 3.0  # an axis extends to at most this multiple of its largest value
 LOG_RATIO = 8  # an axis is logarithmic if the largest mean is more than this many times the smallest
 CLIPPED = "An arrow is an interval that continues beyond the plot."
 Range = tuple[float, float]
+# Multiples of powers of ten, and how many ticks make them enough for an axis.
+TICK_FACTORS = (((1,), 4), ((1, 3), 4), ((1, 2, 5), 3), ((1, 1.5, 2, 3, 5, 7), 3), (range(1, 10), 0))
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,18 @@ def axis_range(estimates: Sequence[Estimate], log: bool = False) -> Range:
     if log:
         return 10**start, 10**stop
     return (max(start, 0.0) if min(means) > 0 else start), stop
+
+
+def log_ticks(axis_range: Range) -> list[float]:
+    """Return three to eight ticks of a logarithmic axis: 1, 2, 5 or the like times powers of ten."""
+    start, stop = axis_range
+    powers = range(math.floor(math.log10(start)), math.ceil(math.log10(stop)) + 1)
+    for factors, enough in TICK_FACTORS:
+        ticks = [factor * 10.0**power for power in powers for factor in factors]
+        shown = [tick for tick in ticks if start <= tick <= stop]
+        if len(shown) >= enough:
+            break
+    return shown[:: math.ceil(len(shown) / 8) or 1]
 
 
 def difference_half_range(means: Sequence[float], ends: Sequence[float]) -> float:

@@ -56,6 +56,11 @@ def count(value: float | None) -> str:
     return scaled(value, (("T", 1e12), ("B", 1e9), ("M", 1e6)))
 
 
+def tick_text(value: float) -> str:
+    """Return the label of a tick of an axis: 0.05, 200, 20k, 1.5M."""
+    return scaled(value, (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3), ("", 1.0)))
+
+
 def plural(amount: int, noun: str) -> str:
     """Return an amount with its noun: `1 trial`, `2 trials`, `3 directories`."""
     if amount != 1:

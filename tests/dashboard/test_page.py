@@ -1,5 +1,6 @@
 """Every page, drawn without a browser, of directories in every state."""
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,12 +13,14 @@ from streamlit.util import calc_hash
 import deskside.dashboard
 from deskside.dashboard.page import FIRST_PAGE, PAGES
 from deskside.dashboard.sidebar import literal
+from deskside.study.stats.compare import compare
 from tests.dashboard import made_up
 
 APP = Path(deskside.dashboard.__file__).with_name("page.py")
 Draw = Callable[..., AppTest]
 NAMES = [spec.name for spec in PAGES]
 STUDY_PAGES = [spec.name for spec in PAGES if spec.of_study]
+FILTERED_PAGES = [spec.name for spec in PAGES if spec.of_study and spec.filters_arms]
 
 
 @pytest.fixture
@@ -63,6 +66,9 @@ def text(page: AppTest) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_an_empty_directory_says_what_to_run(tmp_path: Path, draw: Draw, name: str) -> None:
     said = text(draw(tmp_path, name))
+    if name == "learning":  # the same for every directory
+        assert "Grouped-query attention" in said
+        return
     assert "deskside plan" in said or "deskside go" in said
     if name != "planner":
         assert "deskside study matrix16-quick" in said
@@ -74,7 +80,7 @@ def test_a_study_beside_broken_ones(tmp_path: Path, draw: Draw, name: str) -> No
     made_up.broken(tmp_path)
     page = draw(tmp_path, name)
     assert page.selectbox(key="study").value == "studies/made"
-    if name in ("overview", "results"):
+    if name in ("summary", "tables"):
         frames = [frame.value for frame in page.dataframe]
         told = next(frame for frame in frames if list(frame.columns) == ["directory", "why"])
         assert {"studies/broken", "studies/odd", "studies/begun", "runs/garbage"} == set(told["directory"])
@@ -84,14 +90,6 @@ def test_a_study_beside_broken_ones(tmp_path: Path, draw: Draw, name: str) -> No
 def test_only_broken_ones(tmp_path: Path, draw: Draw, name: str) -> None:
     made_up.broken(tmp_path)
     draw(tmp_path, name)
-
-
-@pytest.mark.parametrize("name", STUDY_PAGES)
-def test_runs_without_a_study(tmp_path: Path, draw: Draw, name: str) -> None:
-    made_up.run(tmp_path / "runs/a")
-    made_up.run(tmp_path / "runs/b", seed=2)
-    page = draw(tmp_path, name)
-    assert page.selectbox(key="study").value == "runs outside of studies (2)"
 
 
 @pytest.mark.parametrize("name", STUDY_PAGES)
@@ -106,7 +104,7 @@ def test_a_study_in_which_nothing_has_finished(tmp_path: Path, draw: Draw, name:
 
 def test_a_filter_changes_the_table(tmp_path: Path, draw: Draw) -> None:
     made_up.study(tmp_path / "s")
-    page = draw(tmp_path, "results")
+    page = draw(tmp_path, "tables")
     assert len(page.dataframe[0].value) == 8
     checked(page.multiselect(key="s: factor size").set_value(["small"]).run())
     assert set(page.dataframe[0].value["size"]) == {"small"} and len(page.dataframe[0].value) == 4
@@ -116,7 +114,7 @@ def test_a_filter_changes_the_table(tmp_path: Path, draw: Draw) -> None:
     assert "Clear one of them" in text(page)
 
 
-@pytest.mark.parametrize("name", STUDY_PAGES)
+@pytest.mark.parametrize("name", FILTERED_PAGES)
 def test_several_groups_whose_factors_have_the_same_words(tmp_path: Path, draw: Draw, name: str) -> None:
     from deskside.study.results import Factor
 
@@ -127,80 +125,112 @@ def test_several_groups_whose_factors_have_the_same_words(tmp_path: Path, draw: 
     page = draw(tmp_path, name)
     checked(page.multiselect(key="s: factor f0").set_value(["off"]).run())
     assert any("9 of 16 arms shown, in 2 groups" in caption.value for caption in page.caption)
-    if name in ("memory", "performance", "efficiency"):
+    if name in ("metrics", "trade_offs"):
         checked(page.selectbox(key="s: group").set_value("second").run())
         assert any("1 of 8 arms shown" in caption.value for caption in page.caption)
 
 
 def test_a_group_is_picked_and_stays_picked_in_other_tabs(tmp_path: Path, draw: Draw) -> None:
     made_up.two_groups(tmp_path / "s")
-    page = draw(tmp_path, "efficiency")
+    page = draw(tmp_path, "trade_offs")
     assert page.selectbox(key="s: group").value == "main"
     assert page.selectbox(key="s: group").options == ["A matrix", "A second"]
     checked(page.selectbox(key="s: group").set_value("second").run())
-    moved(page, "overview")  # draws no picker
+    moved(page, "summary")  # draws no picker
     checked(page.run())
-    moved(page, "memory")
+    moved(page, "metrics")
     checked(page.run())
     assert page.selectbox(key="s: group").value == "second"
 
 
 def test_the_first_group_that_has_numbers_is_shown_first(tmp_path: Path, draw: Draw) -> None:
     made_up.two_groups(tmp_path / "s", finished=("second",))
-    assert draw(tmp_path, "memory").selectbox(key="s: group").value == "second"
+    assert draw(tmp_path, "metrics").selectbox(key="s: group").value == "second"
 
 
-def test_a_filter_that_leaves_nothing_of_a_group_leaves_the_choice(tmp_path: Path, draw: Draw) -> None:
-    made_up.two_groups(tmp_path / "s", finished=("second",))
-    page = draw(tmp_path, "memory")
-    checked(page.multiselect(key="s: status").set_value(["pending"]).run())
-    assert "arms of this group" in text(page)
-    checked(page.selectbox(key="s: group").set_value("main").run())
-    assert "arms of this group" not in text(page)
+@pytest.mark.parametrize("name", FILTERED_PAGES)
+def test_a_filter_leaves_no_trace_of_a_group_without_arms(tmp_path: Path, draw: Draw, name: str) -> None:
+    made_up.two_groups(tmp_path / "s", finished=("main",))
+    page = draw(tmp_path, name)
+    checked(page.multiselect(key="s: status").set_value(["finished"]).run())
+    assert "A second" not in text(page)
+    assert not any(box.label.startswith("group") for box in page.selectbox)
 
 
-def test_results_hold_all_groups_until_one_is_asked_for(tmp_path: Path, draw: Draw) -> None:
+def test_tables_hold_one_group_until_all_are_asked_for(tmp_path: Path, draw: Draw) -> None:
     made_up.two_groups(tmp_path / "s")
-    page = draw(tmp_path, "results")
-    frame = page.dataframe[0].value
-    assert (
-        frame.columns[0] == "group" and len(frame) == 16 and set(frame["group"]) == {"A matrix", "A second"}
-    )
-    checked(page.toggle(key="s: all groups").set_value(False).run())
+    page = draw(tmp_path, "tables")
     assert len(page.dataframe[0].value) == 8 and "group" not in page.dataframe[0].value.columns
-    checked(page.selectbox(key="s: group").set_value("second").run())
-    assert len(page.dataframe[0].value) == 8
-    moved(page, "overview")
+    checked(page.toggle(key="s: all groups").set_value(True).run())
+    frame = page.dataframe[0].value
+    assert frame.columns[0] == "arm" and len(frame) == 16
+    assert set(frame["group"]) == {"A matrix", "A second"}
+    moved(page, "summary")
     checked(page.run())
-    moved(page, "results")
-    assert checked(page.run()).toggle(key="s: all groups").value is False
+    moved(page, "tables")
+    assert checked(page.run()).toggle(key="s: all groups").value is True
 
 
-def test_insights_head_their_groups_and_say_no_title_twice(tmp_path: Path, draw: Draw) -> None:
-    made_up.two_groups(tmp_path / "s")
-    said = text(draw(tmp_path, "insights"))
-    assert said.count("A second") == 1 and said.count("#### A matrix") == 1
+def test_the_summary_has_the_answers_of_every_group(tmp_path: Path, draw: Draw) -> None:
+    from deskside.study.narrative.findings import GOALS, insights
+    from deskside.study.narrative.headline import headlines
+    from deskside.study.stats.metrics import metric_named
+
+    whole = made_up.two_groups(tmp_path / "s")
+    page = draw(tmp_path, "summary")
+    for goal, key in GOALS.items():
+        checked(page.segmented_control(key="summary-goal").set_value(goal).run())
+        assert [heading.value for heading in page.subheader] == ["A matrix", "A second"]
+        rows = html(page)
+        for group in whole.groups:
+            for headline in headlines(whole, group, metric_named(key)):
+                assert f"{headline.best.label}: {headline.value}" in rows
+        for sentence in insights(whole, goal):
+            of_group = next((g for g in whole.groups if sentence.startswith(f"{g.heading}: ")), None)
+            shown = sentence.removeprefix(f"{of_group.heading}: ") if of_group else sentence
+            assert literal(shown) in text(page)
 
 
-def test_the_list_beside_the_bubbles_keeps_their_numbers(tmp_path: Path, draw: Draw) -> None:
-    """Markdown would count the items of a list without the arm that lacks a metric."""
+def test_claims_are_filtered_by_verdict_and_words(tmp_path: Path, draw: Draw) -> None:
+    claims = [
+        replace(made_up.CLAIM, id="a", text="FP8 is <b>faster</b>", verdict="holds"),
+        replace(made_up.CLAIM, id="b", text="GQA is slower", verdict="contradicted", source="another guide"),
+        replace(made_up.CLAIM, id="c", text="a GPU is warm", verdict="not measured", measured=None),
+    ]
+    made_up.study(tmp_path / "s", claims=claims)
+    page = draw(tmp_path, "claims")
+    assert listed(page) == [
+        "GQA is slower",
+        "FP8 is &lt;b&gt;faster&lt;/b&gt;",
+    ]  # markup is text; most important first
+    checked(page.pills(key="s: claims verdict").set_value(["not measured"]).run())
+    assert listed(page) == ["a GPU is warm"]
+    checked(page.pills(key="s: claims verdict").set_value([]).run())
+    checked(page.text_input(key="s: claims search").set_value("guide gpu").run())
+    assert listed(page) == ["a GPU is warm"]  # a search looks through all of them
+    checked(page.text_input(key="s: claims search").set_value("ANOTHER").run())
+    assert listed(page) == ["GQA is slower"]
+
+
+def html(page: AppTest) -> str:
+    """Everything that is drawn by `st.html`."""
+    return "\n".join(element.proto.body for element in page.get("html"))
+
+
+def listed(page: AppTest) -> list[str]:
+    """The titles of a list of verdicts."""
+    return re.findall(r'<span class="title">(.*?)</span>', html(page))
+
+
+def test_trade_offs_list_the_arms_that_have_both_metrics(tmp_path: Path, draw: Draw) -> None:
     first, second, *others = made_up.study(tmp_path / "whole").arms
-    without = {key: value for key, value in second.estimates.items() if key != "peak_memory_gib"}
+    without = {key: value for key, value in second.estimates.items() if key != "val_bpb"}
     made_up.study(tmp_path / "s", name="s", arms=[first, replace(second, estimates=without), *others])
-    page = draw(tmp_path, "efficiency")
+    page = draw(tmp_path, "trade_offs")
     page = checked(page.selectbox(key="study").set_value("s").run())
-    said = text(page)
-    assert f"1\\. {literal(first.label)}" in said
-    assert "2\\. " not in said
-    assert f"3\\. {literal(others[0].label)}" in said
-
-
-def test_runs_with_one_label_have_curves_of_their_own(tmp_path: Path, draw: Draw) -> None:
-    made_up.run(tmp_path / "a")
-    made_up.run(tmp_path / "runs/a")
-    page = draw(tmp_path, "performance")
-    box = next(box for box in page.multiselect if box.label.startswith("arms"))
-    assert box.options == ["a", "runs/a"]
+    assert set(page.dataframe[0].value["arm"]) == {arm.label for arm in (first, *others)}
+    checked(page.segmented_control(key="trade-off-axes").set_value("memory and speed").run())
+    assert len(page.dataframe[0].value) == 8
 
 
 def test_it_is_said_what_the_baseline_is(tmp_path: Path, draw: Draw) -> None:
@@ -209,20 +239,20 @@ def test_it_is_said_what_the_baseline_is(tmp_path: Path, draw: Draw) -> None:
     first, *rest = made.results().arms
     made_up.study(tmp_path / "s", arms=[replace(first, label="baseline"), *rest])
     assert "baseline: size small, grouped-query attention off, NVFP4 products off" in text(
-        draw(tmp_path, "memory")
+        draw(tmp_path, "metrics")
     )
 
 
 def test_a_study_of_one_group_asks_for_none(tmp_path: Path, draw: Draw) -> None:
     made_up.study(tmp_path / "s")
-    for name in ("memory", "results"):
-        page = draw(tmp_path, name)
-        assert [box.label for box in page.selectbox] == ["study"] and not page.toggle
+    page = draw(tmp_path, "tables")
+    assert [box.label for box in page.selectbox] == ["study"] and not page.toggle
+    assert {box.label for box in draw(tmp_path, "metrics").selectbox} == {"study", "metric"}
 
 
 def test_fewer_seeds_change_the_numbers(tmp_path: Path, draw: Draw) -> None:
     whole = made_up.study(tmp_path / "s")
-    page = draw(tmp_path, "results")
+    page = draw(tmp_path, "tables")
     column = "validation loss, bits per byte"
     before = page.dataframe[0].value[column].tolist()
     checked(page.multiselect(key="s: seed").set_value(["1"]).run())
@@ -239,19 +269,18 @@ def test_a_trial_that_shows_no_life_is_not_said_to_run(tmp_path: Path, draw: Dra
     begun = [*first.trials[:2], Trial(3, "running", run="runs/begun")]
     made_up.study(tmp_path / "s", arms=[replace(first, trials=begun), *rest], complete=False)
     with made_up.running(tmp_path / "s/runs/begun"):
-        said = text(draw(tmp_path, "overview"))
+        said = text(draw(tmp_path, "summary"))
         assert "1 still running" in said and "interrupted" not in said
     made_up.old(tmp_path / "s/runs/begun")
-    page = draw(tmp_path, "overview")
+    page = draw(tmp_path, "summary")
     assert "1 interrupted" in text(page) and "still running" not in text(page)
-    assert next(metric.value for metric in page.metric if metric.label == "running now") == "0"
 
 
 def test_what_was_written_meanwhile_is_seen(tmp_path: Path, draw: Draw) -> None:
     import shutil
 
     made_up.study(tmp_path / "s", question="Before?")
-    page = draw(tmp_path, "overview")
+    page = draw(tmp_path, "summary")
     assert "Before?" in text(page)
     shutil.rmtree(tmp_path / "s")
     made_up.study(tmp_path / "s", question="And after it?")
@@ -295,32 +324,38 @@ def test_languages_of_a_live_run(tmp_path: Path, draw: Draw) -> None:
 
 
 def test_the_planner_answers_as_the_command_does(tmp_path: Path, draw: Draw) -> None:
+    from deskside.plan.headline import headline
     from deskside.plan.planner import make_plan
+    from deskside.utils.format import dollars
     from tests.plan.made import ask
 
     page = draw(tmp_path, "planner")
     page.selectbox(key="plan-card").set_value("RTX 5090")
-    page.number_input(key="plan-amount").set_value(8.0)
-    checked(next(button for button in page.button if button.label == "Plan").click().run())
-    plan = make_plan(ask(gpu="RTX 5090", hours=8.0, price_kwh=0.30, probes=str(tmp_path / "probes")))
+    checked(page.number_input(key="plan-amount-hours").set_value(8.0).run())
+    plan = make_plan(ask(gpu="RTX 5090", hours=8.0, probes=str(tmp_path / "probes")))
     assert plan.best is not None and plan.best.command in text(page)
-    assert any(reason in text(page) for reason in plan.reasons)
+    assert any(literal(reason) in text(page) for reason in plan.reasons)
+    assert literal(headline(plan)) in text(page)
+    money = plan.best.cost.electricity
+    assert money is not None and page.number_input(key="plan-price").value == money.price
+    bands = page.dataframe[0].value
+    assert dollars(money.amount[1]) in bands.loc["electricity"].tolist()
+    checked(page.number_input(key="plan-price").set_value(2 * money.price).run())
+    assert dollars(2 * money.amount[1]) in page.dataframe[0].value.loc["electricity"].tolist()
 
 
 def test_what_the_planner_refuses_is_one_line(tmp_path: Path, draw: Draw) -> None:
     page = draw(tmp_path, "planner")
-    page.selectbox(key="plan-kind").set_value("bits per byte to reach")
-    page.number_input(key="plan-amount").set_value(1e6)
-    checked(next(button for button in page.button if button.label == "Plan").click().run())
+    checked(page.selectbox(key="plan-kind").set_value("bits per byte to reach").run())
+    checked(page.number_input(key="plan-amount-bits per byte to reach").set_value(1e6).run())
     assert len(page.error) == 1
 
 
-def test_insights_are_those_of_the_study(tmp_path: Path, draw: Draw) -> None:
-    from deskside.study.narrative.findings import insights
+def test_the_planner_says_how_far_predictions_are_off(tmp_path: Path, draw: Draw) -> None:
+    from tests.study import made
 
-    whole = made_up.study(tmp_path / "s")
-    page = draw(tmp_path, "insights")
-    for goal in ("speed", "memory", "energy"):
-        checked(page.selectbox(key="insights-goal").set_value(goal).run())
-        for sentence in insights(whole, goal):
-            assert literal(sentence) in text(page)
+    whole = made.results()
+    arms = [replace(arm, forecast_seconds=540.0) for arm in whole.arms]  # a trial takes 270 s
+    made_up.study(tmp_path / "s", arms=compare(replace(whole, arms=arms)).arms)
+    said = text(draw(tmp_path, "planner"))
+    assert "50 % less than predicted" in said and "-50 %" in said

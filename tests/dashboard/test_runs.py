@@ -56,6 +56,6 @@ def test_a_study_has_the_time_of_its_trials() -> None:
 
     whole = compare(made.results())
     arms = [replace(arm, forecast_seconds=300.0) for arm in whole.arms]
-    rows = trial_predictions(replace(whole, arms=arms))
+    rows = trial_predictions("s", replace(whole, arms=arms))
     assert len(rows) == 8 and rows[0].ratio == pytest.approx(270 / 300)
-    assert trial_predictions(whole) == []  # nothing was predicted
+    assert trial_predictions("s", whole) == []  # nothing was predicted

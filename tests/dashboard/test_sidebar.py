@@ -1,6 +1,7 @@
 """The sidebar's filters."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -40,12 +41,13 @@ def test_words_are_looked_for_in_the_label_alone() -> None:
 
 
 def test_a_factor_that_a_group_does_not_vary_hides_none_of_its_arms() -> None:
-    other = replace(WHOLE.arms[0], id="other", group="second", levels={"optimizer": "muon"})
+    other = replace(WHOLE.arms[0], id="other", label="other", group="second", levels={"optimizer": "muon"})
     groups = [*WHOLE.groups, Group("second", "", "124m", "full", "", [], [])]
     both = replace(WHOLE, arms=[*WHOLE.arms, other], groups=groups)
     left = select(both, Filters(levels={"size": frozenset({"small"})}))
     assert [arm.id for arm in left.arms if arm.group == "second"] == ["other"]
     assert [arm.id for arm in select(both, Filters(groups=frozenset({"second"}))).arms] == ["other"]
+    assert [group.name for group in select(both, Filters(search="small")).groups] == ["main"]
     assert [group.name for group in select(both, Filters(groups=frozenset({"second"}))).groups] == ["second"]
 
 
@@ -53,6 +55,12 @@ def test_fronts_keep_only_what_is_shown() -> None:
     left = select(WHOLE, Filters(levels={"size": frozenset({"small"})}))
     shown = {arm.id for arm in left.arms}
     assert left.fronts and all(set(front.arms) <= shown for front in left.fronts)
+
+
+def test_interactions_are_those_of_the_arms_that_are_left() -> None:
+    assert WHOLE.interactions
+    left = select(WHOLE, Filters(levels={"gqa": frozenset({"off"})}))
+    assert all("gqa" not in found.levels for found in left.interactions)
 
 
 def test_fewer_seeds_are_compared_anew() -> None:
@@ -78,7 +86,7 @@ def test_a_group_is_shown_as_if_there_were_no_other() -> None:
     groups = [*WHOLE.groups, replace(WHOLE.groups[0], name="b", title="A second")]
     both = compare(replace(made.results(), groups=groups, arms=[*made.results().arms, *second]))
     narrowed = select(both, Filters(levels={"size": frozenset({"small"})}))
-    one = StudySelection("s", None, narrowed, both, "a card").of_group("b")
+    one = StudySelection("s", Path(), narrowed, both).of_group("b")
     assert {arm.group for arm in one.results.arms} == {"b"} and len(one.results.arms) == 4
     assert one.hidden == 4  # of its own arms, not of those of other groups
     assert [group.name for group in one.results.groups] == ["b"]

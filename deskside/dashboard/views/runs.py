@@ -46,7 +46,7 @@ def _draw(context: Context) -> None:
     }
     opened = _table()(key="run-table", data=table_data, on_open_change=lambda: None).open
     if opened:
-        page, key = ("run", "run") if opened["page"] == "run" else ("results", "study")
+        page, key = ("run", "run") if opened["page"] == "run" else ("summary", "study")
         st.switch_page(context.pages[page], query_params=[(key, name) for name in opened["names"]])
     first, second = st.columns((1, 3), vertical_alignment="center")
     first.download_button(

@@ -5,7 +5,7 @@ each baseline, the arms that are better (with their differences in other metrics
 worse; and the significant interactions. Comparisons are given with their intervals.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from deskside.run.record import machine_name
 from deskside.study.results import (
@@ -117,15 +117,20 @@ def _best(results: Results, goal: str, metric: Metric, arms: list[Arm]) -> str:
         return line
     if best.estimates[metric.key].n == 1:
         return f"{line} One seed has no interval: others may be as good."
+    if undecided := undecided_arms(best, arms, metric.key):
+        line += f" Not significantly different from it: {_quoted([arm.label for arm in undecided])}."
+    return line
+
+
+def undecided_arms(best: Arm, arms: Iterable[Arm], key: str) -> list[Arm]:
+    """Return the other arms whose interval of the difference from the best arm, paired by seed, includes zero."""
     undecided = []
     for arm in arms:
-        ours, theirs = paired_values(best, arm, metric.key)
+        ours, theirs = paired_values(best, arm, key)
         paired = len(ours) > 1 and min(*ours, *theirs) > 0
         if arm is not best and not (paired and log_ratio(ours, theirs).excludes_zero()):
-            undecided.append(arm.label)
-    if undecided:
-        line += f" Not significantly different from it: {_quoted(undecided)}."
-    return line
+            undecided.append(arm)
+    return undecided
 
 
 def _comparisons(results: Results, group: Group, metric: Metric, family: list[Arm]) -> Iterator[str]:
@@ -284,7 +289,7 @@ def _describe_difference(comparison: Comparison, arm: Arm, results: Results, nam
         return f"{percent(abs(size), decimals)} {direction}{than} ({percent_range(*ends, decimals)}, {seeds})"
     notes = f"{percent_range(low, high, percent_digits(low, high), signed=True)}, {seeds}"
     if low > 0 or high < 0:
-        notes += f"; not enough for a verdict among {_family_size(comparison, arm, results)} comparisons"
+        notes += f"; not enough for a verdict among {family_size(comparison, arm, results)} comparisons"
     return f"no difference shown in {label}{against} ({notes})"
 
 
@@ -310,7 +315,7 @@ def _short_percent(share: float) -> str:
     return (text.rstrip("0").rstrip(".") if "." in text else text) + " %"
 
 
-def _family_size(comparison: Comparison, arm: Arm, results: Results) -> int:
+def family_size(comparison: Comparison, arm: Arm, results: Results) -> int:
     """Return the number of comparisons that are corrected together with this one."""
     return sum(
         other.metric == comparison.metric and other.n > 1 and other.verdict != EXACT

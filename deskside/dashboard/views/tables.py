@@ -1,4 +1,4 @@
-"""Results page: tables that can be sorted, filtered and downloaded as CSV."""
+"""Tables page of a study: tables that can be sorted, filtered and downloaded as CSV."""
 
 import streamlit as st
 
@@ -6,9 +6,7 @@ from deskside.dashboard import tables
 from deskside.dashboard.components import pick_group, problem_rows
 from deskside.dashboard.sidebar import Context, StudySelection
 from deskside.report import study_text
-from deskside.report.study_claims import measured_text
 from deskside.study.stats.metrics import metric_named
-from deskside.utils.format import plural
 
 MAX_STYLED_CELLS = 200_000  # a larger table is shown without number formats
 
@@ -19,8 +17,6 @@ def show(context: Context) -> None:
     if selection is not None:
         _draw_tables(selection)
         _draw_interactions(selection)
-        _draw_claims(selection)
-        _draw_report_plots(selection)
     if problems := problem_rows(context):
         st.header("Directories that could not be read completely")
         st.dataframe(problems, hide_index=True, width="stretch")
@@ -28,14 +24,14 @@ def show(context: Context) -> None:
 
 def _draw_tables(selection: StudySelection) -> None:
     results = selection.results
-    st.header("Results")
+    st.header("Tables")
     kind = st.radio(
-        "rows", ["arms", "trials"], horizontal=True, key="results-rows", label_visibility="collapsed"
+        "rows", ["arms", "trials"], horizontal=True, key="tables-rows", label_visibility="collapsed"
     )
     frame = tables.display_arms(results) if kind == "arms" else tables.display_trials(results)
     formats = {column: form for column, form in tables.number_formats().items() if column in frame.columns}
     shown = frame.style.format(formats) if frame.size <= MAX_STYLED_CELLS else frame
-    wide = {name: st.column_config.TextColumn(width="medium") for name in ("arm", "status") if name in frame}
+    wide = {name: st.column_config.TextColumn(width="medium") for name in ("status", "why") if name in frame}
     height = min(640, 40 + 35 * max(1, len(frame)))
     st.dataframe(
         shown,
@@ -49,7 +45,7 @@ def _draw_tables(selection: StudySelection) -> None:
         "Click on a heading to sort. Means over the finished trials, measured; the speed of an emulated arm is not "
         "that of hardware with its format. The files hold the arms shown here, with all digits and every interval."
     )
-    stem = selection.folder.resolve().name if selection.folder else "runs"
+    stem = selection.folder.resolve().name
     files = (("arms", tables.arms(results)), ("trials", tables.trials(results)))
     for column, (name, table) in zip(st.columns(2), files, strict=True):
         label, data = f"{name.capitalize()} as CSV", table.to_csv(index=False)
@@ -78,44 +74,3 @@ def _draw_interactions(selection: StudySelection) -> None:
         for interaction in selection.results.interactions
     ]
     st.dataframe(rows, hide_index=True, width="stretch")
-
-
-def _draw_claims(selection: StudySelection) -> None:
-    if not selection.results.claims:
-        return
-    st.header("Claims")
-    rows = [
-        {
-            "claim": claim.text,
-            "claimed": claim.claimed,
-            "measured or computed here": measured_text(claim),
-            "verdict": claim.verdict,
-            "seeds": claim.n,
-            "scale": claim.scale,
-            "why": claim.explanation,
-            "source": claim.source,
-        }
-        for claim in selection.results.claims
-    ]
-    st.dataframe(rows, hide_index=True, width="stretch")
-
-
-def _draw_report_plots(selection: StudySelection) -> None:
-    """Show the plots of the report."""
-    if selection.folder is None:
-        return
-    plots = sorted((selection.folder / "plots").glob("*.svg"))
-    st.header("Plots")
-    if not plots:
-        st.caption(
-            f"The camera above a chart saves it as PNG. For the plots of the report: "
-            f"deskside report {selection.folder}"
-        )
-        return
-    st.caption("The camera above a chart saves it as PNG. These are the plots of the report, as SVG.")
-    with st.expander(f"{plural(len(plots), 'plot')} of the report"):
-        for plot in plots:
-            st.image(str(plot), width="content")
-            st.download_button(
-                f"{plot.name}", plot.read_bytes(), plot.name, "image/svg+xml", key=f"plot-{plot.name}"
-            )
