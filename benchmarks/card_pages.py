@@ -7,14 +7,17 @@ are committed so that they can be read without building the site; tests/benchmar
 """
 
 import argparse
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from deskside.budget.shape import num_params
 from deskside.facts.gpus import Gpu, find
 from deskside.facts.measurements import Measurement, published
+from deskside.measurements.reported import reported_for, reported_speeds
 from deskside.plan.finetuning import METHODS, RANK, ROW_TOKENS, FinetuningNeed, finetuning_need
 from deskside.plan.planner import make_plan
 from deskside.plan.request import PlanQuestion, make_request
@@ -276,6 +279,7 @@ def _sources(plans: CardPlans) -> list[str]:
         "What we measured ourselves was measured on an H200: [performance](../performance.md).",
         "",
     ]
+    lines += [*_reported_table(gpu.name), ""]
     if not timed:
         return [
             *lines,
@@ -300,6 +304,35 @@ def _published_table(runs: Sequence[Measurement]) -> list[str]:
         assert run.tokens_per_second is not None
         speed = f"{run.tokens_per_second:,.0f}"
         lines.append(_row([run.model, run.framework, run.precision, speed, run.source]))
+    return lines
+
+
+def _reported_table(name: str) -> list[str]:
+    """Return the speeds that owners of such cards reported."""
+    speeds = reported_speeds(reported_for(name))
+    share = "[Share yours](../guides/share-your-card.md)"
+    if not speeds:
+        return [f"No owner of such a card has reported measurements yet. {share}."]
+    lines = [
+        f"Reported by owners of such cards (`deskside facts list --gpu '{name}'`). {share}.",
+        "",
+        _row(["parameters", "row", "tokens per pass", "precision, optimizer", "tokens/s", "reports"]),
+        _row(["--:", "--:", "--:", "---", "--:", "--:"]),
+    ]
+    for speed in speeds:
+        point = speed.point
+        lines.append(
+            _row(
+                [
+                    count(num_params(point.config)),
+                    f"{point.sequence_length:,}",
+                    f"{point.micro_tokens:,}",
+                    f"{point.precision}, {point.optimizer}",
+                    _range(speed.tokens_per_second, ",.0f"),
+                    str(speed.reports),
+                ]
+            )
+        )
     return lines
 
 
@@ -377,10 +410,11 @@ def main() -> None:
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()
-    FOLDER.mkdir(exist_ok=True)
-    for name, text in pages().items():
-        (FOLDER / name).write_text(text, "utf-8")
-        print(FOLDER / name)
+    with tempfile.TemporaryDirectory() as empty:
+        os.environ["DESKSIDE_DATA"] = empty  # reports that only this user has are not for the pages
+        for name, text in pages().items():
+            (FOLDER / name).write_text(text, "utf-8")
+            print(FOLDER / name)
 
 
 if __name__ == "__main__":

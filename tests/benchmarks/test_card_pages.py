@@ -1,10 +1,17 @@
 """The pages on cards are what the planner says today."""
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.card_pages import CARDS, FOLDER, card_page, index_page, pages
 
 REMEDY = "python -m benchmarks.card_pages writes the pages again"
+
+
+@pytest.fixture(autouse=True)
+def no_reports_of_this_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DESKSIDE_DATA", str(tmp_path))
 
 
 def test_every_card_has_a_page() -> None:

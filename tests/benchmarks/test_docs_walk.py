@@ -31,7 +31,7 @@ def unknown_parts(command: str) -> list[str]:
     words = shlex.split(command.partition(" > ")[0])[1:]
     if not words or words[0].startswith("-"):
         return [word for word in words if word not in ("--help", "--version", "--debug")]
-    name = " ".join(words[:2]) if words[0] in ("data", "facts") else words[0]
+    name = next((name for name in (" ".join(words[:2]), words[0]) if name in known_options()), words[0])
     if name not in known_options():
         return [name]
     flags = [word.partition("=")[0].replace("_", "-") for word in words if re.match(r"--\w", word)]
