@@ -76,7 +76,7 @@ SERVERS = {
     "deskside dashboard": "http://127.0.0.1:18501/_stcore/health",
 }
 READY_SECONDS = 180
-PROGRAMS = ("deskside ", "make ", "source ", "git ", "curl ", "python -m benchmarks.")
+PROGRAMS = ("deskside", "make", "source", "git", "curl", "python")
 
 Kind = Literal["command", "python", "file"]
 LANGUAGES: dict[str, Kind] = {"": "command", "bash": "command", "python": "python"}
@@ -177,7 +177,7 @@ def _commands(lines: Sequence[str], not_run: bool = False) -> list[str]:
     found = []
     for line in joined.splitlines():
         command = re.split(r"(?:^|\s\s+)#", line)[0].strip()
-        if command and not not_run and not command.startswith(PROGRAMS):
+        if command and not not_run and command.split()[0] not in PROGRAMS:
             raise ValueError(
                 f"{command!r}: unknown command; extend benchmarks/docs_walk.py to run it or leave it out"
             )

@@ -44,6 +44,7 @@ IMPORTS = {
     "gguf": "gguf",
     "llama-cpp": "gguf, llama_cpp",
     "bleu": "sacrebleu",
+    "docs": "material, mkdocstrings, pyte",
 }
 
 

@@ -89,7 +89,7 @@ def test_no_entry_is_stale() -> None:
 
 def test_what_is_unknown_or_changed_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown command"):
-        steps("```\npip install deskside\n```\n")
+        steps("```\ncargo install deskside\n```\n")
     with pytest.raises(ValueError, match="does not contain"):
         steps("```\ndeskside grpo runs/x --data y --hours 3\n```\n")
     with pytest.raises(ValueError):
