@@ -45,6 +45,7 @@ IMPORTS = {
     "llama-cpp": "gguf, llama_cpp",
     "bleu": "sacrebleu",
     "docs": "material, mkdocstrings, pyte",
+    "ray": "ray",
 }
 
 
