@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 # pip expects the exact platform names, newest first.
-PLATFORMS = ("_2_28", "_2_27", "_2_24", "_2_17", "2014", "_2_12", "2010", "_2_5", "1")
+PLATFORMS = ("_2_31", "_2_28", "_2_27", "_2_24", "_2_17", "2014", "_2_12", "2010", "_2_5", "1")
 HOOK = """import os, site
 
 for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
