@@ -2,8 +2,8 @@
 
     python -m benchmarks.decode [--preset 124m] [--batch 1,2,4,8,16,32,64] [--prompt 512] [--new 256]
         [--peers dynamic,static,static-eager] [--peer-batch 1,16] [--temperature 0] [--top-k 50]
-        [--device auto] [--dtype bfloat16] [--runs 3] [--kernels] [--adapters 1,8 --rank 16] [--narrow N]
-        [--early-start] [--json FILE]
+        [--device auto] [--dtype bfloat16] [--runs 3] [--kernels] [--adapters 1,8 --rank 16]
+        [--no-early-start] [--json FILE]
 
 The model has random weights: speed does not depend on them, and no answer ends early. It is exported like by `deskside
 export`, and transformers loads the export. Each arm runs at least once as warm-up (compilation, CUDA graphs), then
@@ -19,9 +19,8 @@ export`, and transformers loads the export. Each arm runs at least once as warm-
 transformers: `dynamic` is the default of generate; `static` is a static cache, with which it compiles the forward pass
 on a GPU; `static-eager` is a static cache without compilation. --adapters adds arms with these numbers of LoRA adapters
 on every projection, which the rows use in turn. A failed arm is a line with the reason. --kernels adds the kernels of
-one deskside step. --narrow N uses the linear kernels of kernels/narrow.py for up to N tokens, and --early-start
-programmatic dependent launch (kernels/dependent_launch.py); neither is on by default. The JSON file is written after
-every arm.
+one deskside step. --no-early-start launches every kernel after the end of the one before it
+(kernels/dependent_launch.py). The JSON file is written after every arm.
 """
 
 import argparse
@@ -44,7 +43,7 @@ from deskside.doctor import check_gemm
 from deskside.engine.engine import Engine
 from deskside.engine.requests import Request
 from deskside.engine.sampling import Sampling
-from deskside.kernels import dependent_launch, narrow
+from deskside.kernels import dependent_launch
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
 from deskside.ops.linear import Linear
@@ -250,7 +249,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command. Return 0 if every arm ran, 1 if an arm failed, 2 for wrong usage."""
     try:
         options = _options(argv)
-        narrow.USED_UP_TO, dependent_launch.ENABLED = options.narrow, options.early_start
+        dependent_launch.ENABLED = not options.no_early_start
         work, model = _prepare(options)
     except UsageError as error:
         print(error, file=sys.stderr)
@@ -412,8 +411,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--adapters", type=_numbers, default=[])
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--narrow", type=int, default=narrow.USED_UP_TO)
-    parser.add_argument("--early-start", action="store_true", default=dependent_launch.ENABLED)
+    parser.add_argument("--no-early-start", action="store_true")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args(argv)
     if options.quantize != "none" and options.peers:

@@ -2,10 +2,9 @@
 
 With one new token per row, each kernel takes a few microseconds whatever it computes, so the time of a step is
 proportional to its number of kernels. A block takes ten here: add + norm, matmul, QK-norm + RoPE + cache write,
-attention (two kernels; one for prompts), matmul; add + norm, matmul, activation, matmul. With the linear layers of
-kernels/narrow.py it takes seven: norms and activation are part of them. With experts, the second half takes six: add +
-norm, router, routing, gathered product with activation, product, sum by token. The results equal those of the model's
-own modules up to rounding. An attention or MLP that the kernels do not cover runs in its own module.
+attention (two kernels; one for prompts), matmul; add + norm, matmul, activation, matmul. With experts, the second half
+takes six: add + norm, router, routing, gathered product with activation, product, sum by token. The results equal those
+of the model's own modules up to rounding. An attention or MLP that the kernels do not cover runs in its own module.
 """
 
 from typing import Any
@@ -13,14 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from deskside.config.dimensions import uncovered_reason
-from deskside.kernels import fused, moe, narrow
+from deskside.kernels import fused, moe
 from deskside.kernels.attention import PLAIN
 from deskside.kernels.decode import qk_norm_rope_into_cache
 from deskside.kernels.fused import QkvLayout
 from deskside.model.block import MLP, Attention, Block, CachedBlocks, LayerCache, MoE
 from deskside.model.transformer import Transformer
 from deskside.ops.composite import AddNormLinear, RMSNorm
-from deskside.ops.linear import Linear
 from deskside.ops.moe import Experts
 
 
@@ -54,7 +52,9 @@ class FusedBlocks(CachedBlocks):
         self, attn: Attention, residual_BTD: Tensor, delta_BTD: Tensor, layer_cache: LayerCache
     ) -> tuple[Tensor, Tensor]:
         B, T, _ = residual_BTD.shape
-        residual_ND, qkv_NW = _add_norm_linear(attn.input, residual_BTD, delta_BTD)
+        residual_ND, normed_ND = _add_norm(attn.input, residual_BTD, delta_BTD)
+        (projection,) = attn.input.projections
+        qkv_NW = projection(normed_ND)
         q_norm, k_norm = attn.q_norm, attn.k_norm
         norms = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
         layout = QkvLayout(attn.heads, attn.kv_heads, attn.head_dim, 0.0 if q_norm is None else q_norm.eps)
@@ -64,14 +64,19 @@ class FusedBlocks(CachedBlocks):
             qkv_NW, norms, tables, layout, layer_cache.keys_values, where
         ).unflatten(0, (B, T))
         o_BTHC = layer_cache.attention(q_BTHC, attn.with_sinks(attn.context(PLAIN)))
-        return residual_ND.view_as(residual_BTD), attn.normed(_linear(attn.output, o_BTHC.flatten(2)))
+        return residual_ND.view_as(residual_BTD), attn.normed(attn.output(o_BTHC.flatten(2)))
 
     @staticmethod
     def _mlp(mlp: MLP, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        has_gate = len(mlp.input.projections[0].slices) == 2  # type: ignore[arg-type]
-        activation = (mlp.output.activation, has_gate)
-        residual_ND, hidden_NF = _add_norm_linear(mlp.input, residual_BTD, delta_BTD, activation)
-        output_BTD = _linear(mlp.output.projection, hidden_NF).view_as(residual_BTD)
+        residual_ND, normed_ND = _add_norm(mlp.input, residual_BTD, delta_BTD)
+        (projection,) = mlp.input.projections
+        hidden_NF = fused.gated(
+            projection(normed_ND),
+            mlp.output.activation,
+            len(projection.slices) == 2,  # type: ignore[arg-type]
+        )
+        assert isinstance(hidden_NF, Tensor)
+        output_BTD = mlp.output.projection(hidden_NF).view_as(residual_BTD)
         return residual_ND.view_as(residual_BTD), mlp.normed(output_BTD)
 
     @staticmethod
@@ -145,40 +150,3 @@ def _add_norm(operator: AddNormLinear, residual_BTD: Tensor, delta_BTD: Tensor) 
     )
     assert isinstance(normed_ND, Tensor)
     return residual_ND, normed_ND
-
-
-def _add_norm_linear(
-    operator: AddNormLinear,
-    residual_BTD: Tensor,
-    delta_BTD: Tensor,
-    activation: tuple[str, bool] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the new residual and the output of the only projection: (N, D), (N, F). See `narrow.add_norm_linear`."""
-    (projection,) = operator.projections
-    assert isinstance(operator.norm, RMSNorm) and isinstance(projection, Linear)
-    residual_ND = residual_BTD.flatten(0, 1)
-    if _is_narrow(projection, residual_ND):
-        norm = (operator.norm.weight, operator.norm.eps)
-        return narrow.add_norm_linear(
-            residual_ND, delta_BTD.flatten(0, 1), norm, projection.weight, projection.bias, activation
-        )
-    residual_ND, normed_ND = _add_norm(operator, residual_BTD, delta_BTD)
-    out_NF = projection(normed_ND)
-    if activation is not None:
-        out_NF = fused.gated(out_NF, *activation)
-    assert isinstance(out_NF, Tensor)
-    return residual_ND, out_NF
-
-
-def _linear(module: Linear, x: Tensor) -> Tensor:
-    """Return module(x), (..., F)."""
-    x_NK = x.flatten(0, -2)
-    if _is_narrow(module, x_NK):
-        return narrow.linear(x_NK, module.weight, module.bias).unflatten(0, x.shape[:-1])
-    result: Tensor = module(x)
-    return result
-
-
-def _is_narrow(module: Linear, x_NK: Tensor) -> bool:
-    """Return True if the kernels of few tokens cover this layer: not with adapters or weights stored in codes."""
-    return type(module) is Linear and module.forward_override is None and narrow.used(x_NK, module.weight)

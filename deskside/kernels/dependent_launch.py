@@ -6,15 +6,15 @@ more. A kernel launched with `launch_pdl` starts as soon as all blocks of its pr
 has finished and its results can be read. A kernel must call it before it reads or writes anything else, whatever its
 predecessor: because each kernel waits, all earlier ones have finished too.
 
-It needs compute capability 9.0 (CUDA C++ programming guide, "programmatic dependent launch and synchronization").
-No GPU has run it yet; `benchmarks.decode --early-start` measures it.
+It needs compute capability 9.0 (CUDA C++ programming guide, "programmatic dependent launch and synchronization"). On an
+H200 it makes decoding with 124m 1 to 3 % faster (docs/performance.md).
 """
 
 from typing import Any
 
 import torch
 
-ENABLED = False
+ENABLED = True  # benchmarks.decode --no-early-start compares
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:

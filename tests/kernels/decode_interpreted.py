@@ -10,7 +10,7 @@ from deskside.engine import fused
 from deskside.engine.counter_rng import PROPOSE, exponentials, stream_of
 from deskside.engine.engine import Draft, Engine
 from deskside.engine.requests import Request
-from deskside.kernels import decode, decode_triton, narrow
+from deskside.kernels import decode, decode_triton
 from deskside.kernels.attention import PLAIN, AttentionContext
 from deskside.kernels.fused.reference import QkvLayout
 from deskside.kernels.moe import grouped, moe_launch
@@ -111,7 +111,6 @@ def engine(found: dict[str, float]) -> None:
     with (
         mock.patch.object(decode, "kernel_supports", lambda rows, pool: True),
         mock.patch.object(fused, "qk_norm_rope_into_cache", decode_triton.qk_norm_rope_into_cache),
-        mock.patch.object(narrow, "used", lambda x, weight: True),
     ):
         for draft in (None, Draft(model, 2)):
             made = Engine(model, max_batch=2, max_tokens=96, page_size=16, draft=draft)

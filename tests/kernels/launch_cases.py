@@ -15,7 +15,6 @@ from deskside.kernels import (
     decode_triton,
     muon,
     muon_triton,
-    narrow_triton,
     prefill_triton,
     stored_weights_triton,
 )
@@ -342,16 +341,15 @@ def _decoding() -> Iterator[CompileCase]:
         attention = (q, pages, pages, table, positions, options)
         for number, name in enumerate(("decode attention", "join of spans")):
             yield recorded(f"{name} {how}", CAPABILITIES, decode_triton.attend, *attention, number=number)
+            yield _started_early(f"{name} {how}", decode_triton.attend, *attention, number=number)
         norms = (_new(C, dtype=torch.float32),) * 2 if T == 1 else None
         angles = (_new(2048, C // 2, dtype=torch.float32),) * 2 if window is None else None
         layout, N = QkvLayout(H, K, C, 1e-6), 16 * T
         places = (_new(N, dtype=torch.int64),) * 3
-        yield recorded(
-            f"into the cache {how}",
-            CAPABILITIES,
-            decode_triton.qk_norm_rope_into_cache,
-            *(_new(N, layout.width, dtype=dtype), norms, angles, layout, (pages, pages), places),
-        )
+        cached = (_new(N, layout.width, dtype=dtype), norms, angles, layout, (pages, pages), places)
+        into_cache = decode_triton.qk_norm_rope_into_cache
+        yield recorded(f"into the cache {how}", CAPABILITIES, into_cache, *cached)
+        yield _started_early(f"into the cache {how}", into_cache, *cached)
         L = 16 if T > 1 else 1
         new, lengths, ends = _new(512, H, C, dtype=dtype), positions[:L, 0], _new(L + 1, dtype=torch.int64)
         yield recorded(
@@ -371,34 +369,17 @@ def _decoding() -> Iterator[CompileCase]:
         )
 
 
-def _narrow() -> Iterator[CompileCase]:
-    """Decoding steps of 124m and of a shape like Qwen3-8B. PDL is an instruction from 9.0 on."""
-    for pdl, capabilities in ((False, CAPABILITIES), (True, tuple(c for c in CAPABILITIES if c >= 90))):
-        how = ", early start" if pdl else ""
-        options = {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
-        with mock.patch.object(narrow_triton, "launch_options", lambda device, options=options: options):
-            for tokens, D, F in ((1, 768, 2048), (64, 4096, 12288)):
-                x, weight = _new(tokens, D), _float(D)
-                yield recorded(
-                    f"narrow product {tokens} x {D}{how}", capabilities, narrow_triton.launch, x, _new(F, D)
-                )
-                yield recorded(
-                    f"narrow add, norm, gate {tokens} x {D}{how}",
-                    capabilities,
-                    narrow_triton.launch,
-                    *(x, _new(2 * F, D), _new(2 * F), (x, weight, 1e-6), ("silu", True)),
-                )
-    x = _float(64, 4096)
-    yield recorded(
-        "narrow add, norm, gate in float32",
-        CAPABILITIES,
-        narrow_triton.launch,
-        *(x, _float(24576, 4096), None, (x, _float(4096), 1e-6), ("silu", True)),
-    )
+def _started_early(
+    name: str, launch: Callable[..., object], *arguments: object, number: int = 0
+) -> CompileCase:
+    """The same with programmatic dependent launch, which has instructions from 9.0 on."""
+    capabilities = tuple(c for c in CAPABILITIES if c >= 90)
+    options = {"PDL": True, "launch_pdl": True}
+    with mock.patch.object(decode_triton, "launch_options", lambda device: options):
+        return recorded(f"{name}, early start", capabilities, launch, *arguments, number=number)
 
 
 COMPILE_CASES = (
-    *_narrow(),
     *_norms(),
     *_rope(),
     *_gated(),

@@ -15,7 +15,6 @@ from deskside.kernels import (
     cross_entropy_triton,
     decode_triton,
     muon_triton,
-    narrow_triton,
     newton_schulz_triton,
     prefill_triton,
     stored_weights_triton,
@@ -55,9 +54,6 @@ HARDEST = {
     "route at once 8 of 128",
     "exponentials of 64",
     "exponentials of 151936",
-    "narrow add, norm, gate 64 x 4096",
-    "narrow add, norm, gate 64 x 4096, early start",
-    "narrow add, norm, gate in float32",
     *(
         f"{name} for {target}"
         for name in ("x W^T of 16", "g W", "g^T x to float32", "gathered and gated 4 bfloat16")
@@ -77,7 +73,7 @@ def at_every_run(case: CompileCase, capability: int) -> bool:
     return capability in EVERY_RUN and (case.name not in RECORDED or case.name in HARDEST)
 
 
-STACK_BYTES = 32  # of a thread, for a few registers; with 9,896 a decoding step took 16 times as long
+STACK_BYTES = 512  # of a thread, spilled from registers; with 9,896 a decoding step took 16 times as long
 
 
 BUILDS = [
@@ -132,7 +128,7 @@ def test_every_kernel_has_a_case() -> None:
     launched = kernels_of(*modules) | kernels_of(cross_entropy_triton) | kernels_of(adamw_triton, muon_triton)
     launched |= kernels_of(newton_schulz_triton)
     launched |= kernels_of(stored_weights_triton) | kernels_of(decode_triton)
-    launched |= kernels_of(prefill_triton) | kernels_of(narrow_triton)
+    launched |= kernels_of(prefill_triton)
     launched |= kernels_of(triton_routing) | kernels_of(triton_rows) | kernels_of(triton_grouped)
     launched |= kernels_of(triton_fp8)
     assert len(launched) > 12
