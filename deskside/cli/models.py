@@ -63,7 +63,8 @@ def run(argv: Sequence[str]) -> int:
         request = make_request(
             PlanQuestion(gpu=options.gpu, here=options.here, probes=options.probes, preset="demo")
         )
-    rows = [_row(checkpoint, request) for checkpoint in chosen]
+    # The table shows no reasons, so nothing is searched that would help.
+    rows = [_row(checkpoint, request, with_remedies=options.json) for checkpoint in chosen]
     if options.json:
         print_json({"families": _families(families), "checkpoints": rows}, indent=1)
     else:
@@ -75,7 +76,7 @@ def _families(names: Sequence[str]) -> list[dict[str, str]]:
     return [{"model_type": name, "architecture": FAMILIES[name].architecture} for name in names]
 
 
-def _row(checkpoint: PublishedCheckpoint, request: PlanRequest | None) -> dict[str, Any]:
+def _row(checkpoint: PublishedCheckpoint, request: PlanRequest | None, with_remedies: bool) -> dict[str, Any]:
     row: dict[str, Any] = {
         "name": checkpoint.name,
         "model_type": checkpoint.family.model_type,
@@ -83,7 +84,9 @@ def _row(checkpoint: PublishedCheckpoint, request: PlanRequest | None) -> dict[s
     }
     if request is not None:
         row["needs"] = {
-            method: asdict(finetuning_need(request, checkpoint.name, checkpoint.model, adapter))
+            method: asdict(
+                finetuning_need(request, checkpoint.name, checkpoint.model, adapter, with_remedies)
+            )
             for method, adapter in METHODS.items()
         }
     return row

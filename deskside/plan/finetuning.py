@@ -37,11 +37,15 @@ class FinetuningNeed:
 
 
 def finetuning_need(
-    request: PlanRequest, name: str, model: ModelConfig, adapter: Mapping[str, Any] | None
+    request: PlanRequest,
+    name: str,
+    model: ModelConfig,
+    adapter: Mapping[str, Any] | None,
+    with_remedies: bool = True,
 ) -> FinetuningNeed:
     """Return what a run of supervised fine-tuning with AdamW needs on the card of a request.
 
-    adapter: the configuration of the adapters; None trains all weights.
+    adapter: the configuration of the adapters; None trains all weights. with_remedies: as in `judge`, for the reasons.
     """
     length = min(ROW_TOKENS, model.max_position_embeddings)
     training: dict[str, Any] = {
@@ -60,7 +64,7 @@ def finetuning_need(
     explicit = frozenset(".".join(path) for path in merge.merge(layers)[1])
     given = GivenModel(name, tuple(layers), config, name, explicit)
     request = replace(request, given=given, budget=PlanBudget("tokens", TOKENS))
-    verdict = judge(request)
+    verdict = judge(request, with_remedies)
     reasons = tuple(verdict.reasons)
     if verdict.chosen is None or verdict.answer == "no":
         least = minimum_over_changes(request, setting_on_card(request, config), same_task=True)

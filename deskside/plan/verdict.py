@@ -80,18 +80,23 @@ class ModelVerdict:
     remedies: tuple[Remedy, ...]
 
 
-def judge(request: PlanRequest) -> ModelVerdict:
-    """Return the verdict on the given model. The request must have one."""
+def judge(request: PlanRequest, with_remedies: bool = True) -> ModelVerdict:
+    """Return the verdict on the given model. The request must have one.
+
+    with_remedies: also search for what would help, which takes half of the time.
+    """
     assert request.given is not None
     requested = _requested_run(request, request.given)
     possible, answer, reasons = _check_memory(request, requested)
     useful: tuple[Remedy, ...] = ()
-    if requested.fits != "fits" or possible is None:
+    if with_remedies and (requested.fits != "fits" or possible is None):
         useful = tuple(remedies(replace(request, overrides={}), requested))
 
     def no(reason: str, chosen: Candidate | None = None) -> ModelVerdict:
         return ModelVerdict("no", [*reasons, reason], requested, chosen, useful)
 
+    if possible is None and not with_remedies:
+        return ModelVerdict("no", reasons, requested, None, useful)
     if possible is None:
         would_fit = [remedy.what for remedy in useful if remedy.kind in ("hardware", "other model")]
         return no(f"what would fit: {'; or '.join(would_fit)}")
