@@ -43,7 +43,7 @@ CALL_SECONDS = 20.0  # for an answer of an actor
 
 
 class Supervisor:
-    """The actor that runs one trial on its node. Two threads call it: `run` waits, while the others return at once."""
+    """The actor that runs one trial on its node. Ray calls it in two threads: `run` waits, the others do not."""
 
     def __init__(self) -> None:
         self._process: TrialProcess | None = None
@@ -52,33 +52,37 @@ class Supervisor:
     def run(
         self, job: dict[str, Any], environment: dict[str, str], folder: str, code: str
     ) -> tuple[str, str, float]:
-        """Run a trial and return (status, reason, seconds).
+        """Run a trial and return (status, reason, seconds). The status is UNUSABLE if this node cannot run trials.
 
         folder, code: the study's working directory and the version of deskside, which must be the same here.
         """
-        trial = TrialJob(**job)
-        name = socket.gethostname()
+        try:
+            end = self._run(TrialJob(**job), environment, folder, code)
+        except (RunError, OSError) as error:
+            end = TrialEnd(UNUSABLE, f"node {socket.gethostname()}: {error}", 0.0)
+        return end.status, end.reason, end.seconds
+
+    def _run(self, job: TrialJob, environment: dict[str, str], folder: str, code: str) -> TrialEnd:
         if code_version() != code:
-            return (
-                UNUSABLE,
-                f"node {name} has deskside {code_version()}, and the study {code}; install the same",
-                0.0,
+            raise RunError(f"has deskside {code_version()}, and the study {code}; install the same")
+        if not Path(folder, job.run).is_dir():
+            raise RunError(
+                f"does not see {Path(folder, job.run)}; put the study and its data on storage that all nodes mount at "
+                f"the same path"
             )
-        if not Path(folder, trial.run).is_dir():
-            return UNUSABLE, (
-                f"node {name} does not see {Path(folder, trial.run)}; put the study and its data on storage that all "
-                f"nodes mount at the same path"
-            ), 0.0  # fmt: skip
         os.chdir(folder)  # relative paths in the configuration are relative to it
-        with _attempt_lock(Path(trial.run)) as lock:
+        with _attempt_lock(Path(job.run)) as lock:
             if self._stop_requested:
-                return STOPPED, "stopped with the study", 0.0
-            self._process = TrialProcess(trial, environment, lock)
+                return TrialEnd(STOPPED, "stopped with the study", 0.0)
+            self._process = TrialProcess(job, environment, lock)
             if self._stop_requested:
                 self._process.stop()
             while (end := self._process.poll()) is None:
                 time.sleep(POLL_SECONDS)
-        return end.status, end.reason, end.seconds
+        return end
+
+    def ready(self) -> None:
+        """Return, when the actor has started."""
 
     def stop(self) -> None:
         """Ask the trial to save and end."""
@@ -112,11 +116,14 @@ class RayTrial:
         self._stop_requested = False
         (self._run / OUTCOME_FILE).unlink(missing_ok=True)
         self._actor: Any = ray.remote(Supervisor).options(max_concurrency=2, **options).remote()
+        self._ready = self._actor.ready.remote()
         self._end = self._actor.run.remote(asdict(job), device.environment, os.getcwd(), code_version())
 
     def poll(self) -> TrialEnd | None:
-        """Return how the trial ended, LOST if its node or actor died, or None while it runs. Raises RunError for a node
-        that cannot run trials."""
+        """Return how the trial ended, LOST if its node or actor died, or None while it runs.
+
+        Raises RunError for a node that cannot run trials.
+        """
         import ray
 
         if not self._lost:
@@ -157,9 +164,14 @@ class RayTrial:
         return TrialEnd("failed", reason, time.monotonic() - self._started)
 
     def stop(self) -> None:
-        """Ask the trial to save and end."""
+        """Ask the trial to save and end. If the actor still waits for a GPU, there is nothing to save."""
+        import ray
+
         self._stop_requested = True
-        self._actor.stop.remote()
+        if ray.wait([self._ready], timeout=0)[0]:
+            self._actor.stop.remote()
+        else:
+            ray.kill(self._actor)
 
     def kill(self) -> None:
         """Kill the trial, and wait until its process has ended or its node is known to be dead."""
@@ -189,10 +201,8 @@ class RayExecutor:
         if not ray.is_initialized():
             try:
                 ray.init(address="auto", log_to_driver=False, logging_level="ERROR")
-            except (
-                ConnectionError,
-                RuntimeError,
-            ) as error:  # there is none, or it has another version of Ray
+            # There is none, or it has another version of Ray.
+            except (ConnectionError, RuntimeError) as error:
                 raise UsageError(
                     f"--executor ray: {_first_line(error)}; start a cluster with: ray start --head, and on the other "
                     f"machines: ray start --address HOST:6379"

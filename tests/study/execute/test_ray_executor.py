@@ -8,6 +8,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,12 @@ import pytest
 
 from deskside.cli.main import main
 from deskside.study import results as files
+from deskside.study.execute.ray_executor import UNUSABLE, RayExecutor, Supervisor, _is_idle
 from deskside.study.execute.study_folder import StudyFolder
+from deskside.study.execute.trial_process import TrialJob
+from deskside.utils.errors import RunError
+from deskside.utils.machine import code_version
+from tests.study import fake_trials
 from tests.study.fake_trials import ROOT
 from tests.study.test_commands import STUDY
 
@@ -41,6 +48,62 @@ def test_what_cannot_be_is_one_line(
     assert main(["study", "matrix16-quick", "--executor", "ray", *argv]) == 2
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.count("\n") == 1 and (argv or ["--executor ray"])[0] in shown.err
+
+
+def node(name: str, number: int, gpus: float, cpus: float = 16.0, alive: bool = True) -> dict[str, Any]:
+    """A node as ray.nodes() describes it."""
+    resources = {"CPU": cpus, "memory": 1e10} | ({"GPU": gpus} if gpus else {})
+    return {
+        "NodeID": f"{number:06x}".ljust(56, "0"), "NodeManagerHostname": name, "Alive": alive, "Resources": resources
+    }  # fmt: skip
+
+
+def test_each_gpu_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cores of a node are divided among its GPUs; nodes that are dead or have no GPU get no trial."""
+    ray = pytest.importorskip("ray")
+    nodes = [node("head", 0, 0), node("a", 1, 2), node("b", 2, 1, 6), node("gone", 3, 4, alive=False)]
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    def devices(*kinds: str) -> dict[str, str]:
+        return {d.name: d.environment["OMP_NUM_THREADS"] for d in RayExecutor(kinds).devices()}
+
+    assert devices("auto", "cpu") == {"cuda:0@a/000001": "8", "cuda:1@a/000001": "8", "cuda:0@b/000002": "6"}
+    assert devices("cpu") == {"cpu@head/000000": "16", "cpu@a/000001": "16", "cpu@b/000002": "6"}
+    nodes[1:] = []
+    assert devices("auto") == {"cpu@head/000000": "16"}
+    nodes[0]["Alive"] = False
+    with pytest.raises(RunError, match="no node"):
+        devices("auto")
+
+
+def test_the_supervisor_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs the process of a trial, which holds the lock; other versions and missing folders are named."""
+    monkeypatch.chdir(tmp_path)
+    run = Path("runs/a-s1")
+    job = asdict(TrialJob(fake_trials.TARGET, str(run), {"seed": 1}, "", False, 0.8))
+    environment = fake_trials.environment(other="steps")
+
+    def outcome(supervisor: Supervisor, code: str = code_version()) -> tuple[str, str]:
+        return supervisor.run(job, environment, str(tmp_path), code)[:2]
+
+    status, reason = outcome(Supervisor())
+    assert status == UNUSABLE and "does not see" in reason
+    (run / "checkpoints").mkdir(parents=True)
+    status, reason = outcome(Supervisor(), "0.0.1+other")
+    assert status == UNUSABLE and "0.0.1+other" in reason
+    supervisor = Supervisor()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(outcome, supervisor)
+        wait_for((run / fake_trials.GONE).exists)
+        assert not _is_idle(run)
+        supervisor.stop()
+        assert running.result() == ("stopped", "stopped by SIGTERM")
+    assert _is_idle(run)
+    assert outcome(supervisor) == ("stopped", "stopped with the study"), (
+        "a trial that was stopped does not start"
+    )
 
 
 @pytest.fixture(scope="module")
