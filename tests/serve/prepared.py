@@ -93,6 +93,7 @@ CELLS = "".join(f"|value{i}" for i in range(40)) + "|\n"
 HUGE = CELLS + "|---" * 40 + "|\n" + CELLS * 120
 ANSWERS = {
     "rich": [RICH],
+    "Write a Python function that finds prime numbers.": [RICH],
     "hostile": [HOSTILE],
     "huge": [HUGE],
     "versions": ["The first answer.", "The second answer.", "The third answer."],

@@ -58,15 +58,14 @@ export function fitHeight(area) {
 
 /** Copy a text, and show for a moment on the button that it was copied. */
 export async function copyText(text, button) {
-  const label = button.getAttribute("aria-label") ?? "Copy";
   await writeClipboard(text);
   button.classList.add("done");
-  button.querySelector("use")?.setAttribute("href", "#icon-check");
+  const shown = button.querySelector("use");
+  shown.setAttribute("href", "#icon-check");
   announce("Copied");
   setTimeout(() => {
     button.classList.remove("done");
-    button.querySelector("use")?.setAttribute("href", "#icon-copy");
-    button.setAttribute("aria-label", label);
+    shown.setAttribute("href", "#icon-copy");
   }, 1500);
 }
 

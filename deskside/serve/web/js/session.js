@@ -68,7 +68,7 @@ export class Session extends EventTarget {
 
   /** Save what is being generated, before the page is closed. */
   saveRunning() {
-    for (const { conversation } of this._running.values()) this._save(conversation);
+    for (const { conversation } of this._running.values()) this._store(conversation);
   }
 
   /** Change the system message of the open conversation, which new ones begin with as well. */
@@ -196,7 +196,7 @@ export class Session extends EventTarget {
       if (conversation === this.conversation) this._tell("progress");
       if (performance.now() - saved < SAVE_MILLISECONDS) return;
       saved = performance.now();
-      this._save(conversation);
+      this._store(conversation);
     };
     let ended = "complete";
     try {
@@ -206,19 +206,19 @@ export class Session extends EventTarget {
       await generate({ conversation, message, model, settings, signal: stop.signal, onChange });
     } catch (error) {
       ended = this._failed(conversation, message, error);
+    } finally {
+      this._running.delete(conversation.id);
     }
-    this._running.delete(conversation.id);
     await this._save(conversation);
     this._tell("conversation");
-    this._tell("running", ended);
+    this._tell("running", conversation === this.conversation ? ended : "elsewhere");
   }
 
   /** Keep what an unfinished answer has. Without anything, it leaves, and its question says why. */
   _failed(conversation, message, error) {
     const gone = error instanceof ServerGone;
     const stopped = error.name === "AbortError";
-    const refused = error instanceof ServerError || error instanceof SyntaxError || error instanceof TypeError;
-    if (!gone && !stopped && !refused) throw error;
+    if (!gone && !stopped && !(error instanceof ServerError)) throw error;
     if (!stopped) this.connection.report(error);
     const empty = isEmpty(message);
     if (empty) {
@@ -244,8 +244,13 @@ export class Session extends EventTarget {
     }
   }
 
-  /** An answer that has nothing yet is not saved: it leaves again if it fails. */
   async _save(conversation) {
+    await this._store(conversation);
+    this._tell("list");
+  }
+
+  /** An answer that has nothing yet is not stored: it leaves again if it fails. */
+  async _store(conversation) {
     if (this._removed.has(conversation.id)) return;
     const { message } = this._running.get(conversation.id) ?? {};
     let saved = conversation;
@@ -254,7 +259,6 @@ export class Session extends EventTarget {
       saved = { ...conversation, leaf: message.parent, messages };
     }
     await saveConversation(saved);
-    this._tell("list");
   }
 }
 

@@ -82,6 +82,7 @@ function fromTree(tree, where) {
   inOrder.forEach((message, index) => {
     const place = `${where}, version ${index + 1}`;
     if (!message || !ids.has(message.parent)) throw new TypeError(`${place}: its parent is missing`);
+    if (!Number.isFinite(message.created)) throw new TypeError(`${place}: its time must be a number`);
     const added = addMessage(conversation, ids.get(message.parent), checkedMessage(message, place));
     added.created = message.created;
     ids.set(message.id, added.id);
