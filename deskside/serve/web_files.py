@@ -12,10 +12,12 @@ from starlette.responses import Response
 WEB_PREFIX = "/web/"  # of the paths of all files but the page, which is /
 
 # The page runs its own scripts only and talks to its own server only, whatever a model writes. DOMPurify alone may turn
-# text into elements (Trusted Types, https://www.w3.org/TR/trusted-types/).
+# text into elements (Trusted Types, https://www.w3.org/TR/trusted-types/). Style attributes are allowed because KaTeX
+# sets some (of \boxed and others); DOMPurify removes those of models.
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; font-src 'self'; img-src 'self' data:; "
-    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; style-src-attr 'unsafe-inline'; "
+    "font-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types dompurify"
 )
 # The standard library's table is extended by the machine's own, which may say anything of .js.

@@ -73,6 +73,8 @@ HOSTILE = (
 
 $\href{javascript:window.hit=10}{x}$ $\htmlData{a=b}{x}$ $\includegraphics{https://example.invalid/b.png}$ $\frac{1$
 
+$\boxed{1} \pmb{2} \fcolorbox{red}{blue}{3}$
+
 <style>body { display: none }</style> <form action="https://example.invalid"><input name=q></form>
 
 | <img src=x onerror=window.hit=11> | b |

@@ -297,3 +297,19 @@ def test_the_server_is_killed_and_returns(browser: "Browser", prepared: Prepared
         chat.complaints
     )
     chat.close()
+
+
+def test_two_tabs_lose_nothing_of_one_conversation(chat: ChatPage) -> None:
+    chat.ask("begin")
+    other = chat.context.new_page()
+    other.goto(chat.page.url)
+    expect(other.locator(".turn")).to_have_count(2)
+    chat.ask("from the first tab")
+    other.locator("#say").fill("from the second tab")
+    other.keyboard.press("Enter")
+    expect(other.locator(".turn > .text").last).to_have_text("from the second tab")
+    expect(other.locator("#stop")).to_be_hidden()
+    chat.page.reload()
+    expect(chat.page.locator(".turn > .text").last).to_have_text("from the second tab")
+    chat.page.locator(".turn").nth(2).get_by_role("button", name="Previous version").click()
+    assert chat.texts() == ["begin", "begin", "from the first tab", "from the first tab"]

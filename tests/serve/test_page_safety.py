@@ -25,7 +25,9 @@ def test_the_policy_allows_only_the_pages_own_scripts(prepared: PreparedServer) 
         and policy["connect-src"] == "'self'"
     )
     assert policy["require-trusted-types-for"] == "'script'"
-    assert not any("unsafe" in value or "http" in value for value in policy.values())
+    assert [name for name, value in policy.items() if "unsafe" in value or "http" in value] == [
+        "style-src-attr"
+    ]
     assert "<style" not in page.text and "onclick" not in page.text
 
 
@@ -46,6 +48,7 @@ def test_hostile_answers(chat: ChatPage, prepared: PreparedServer) -> None:
     )
     attributes = answer.evaluate("e => [...e.querySelectorAll('*')].flatMap((x) => x.getAttributeNames())")
     assert not [name for name in attributes if name.startswith("on")]
+    assert answer.locator("[style]:not(.katex *)").count() == 0
     for link in answer.locator("a").all():
         assert link.get_attribute("href").startswith("https://")
         assert "noopener" in link.get_attribute("rel")
@@ -90,6 +93,7 @@ def test_axe_finds_no_fault(
     chat.last.get_by_text("Reasoning").click()
     check_accessibility(chat)
     assert page.evaluate("document.documentElement.scrollWidth") == size["width"]
+    assert page.evaluate("document.documentElement.scrollHeight") == size["height"]
     if size == PHONE:
         for button in page.get_by_role("button").all():
             box = button.bounding_box()
