@@ -190,13 +190,13 @@ def attend(
         q_BTHC.contiguous(), k_PKSC, v_PKSC, table_BN.contiguous(), positions_BT, part, lse,
         *scale_and_softcap(options, C), window or 0, width,
         H, K, C, T, S, spans, span, tile, rows, block_c, window is not None, options.softcap is not None, precision,
-        num_warps=warps, num_stages=2, **launch_options(q_BTHC.device),
+        num_warps=warps, num_stages=2, **launch_options(q_BTHC.device, B * K * spans),
     )  # fmt: skip
     out = torch.empty(B, T, H, C, dtype=q_BTHC.dtype, device=q_BTHC.device)
     _join[(B, T * H)](
         part, lse, options.sinks_H, positions_BT, out, window or 0,
         H, C, T, spans, span, triton.next_power_of_2(C), window is not None, options.sinks_H is not None,
-        num_warps=1, **launch_options(out.device),
+        num_warps=1, **launch_options(out.device, B * T * H),
     )  # fmt: skip
     return out
 
@@ -269,11 +269,12 @@ def qk_norm_rope_into_cache(
     """See `decode.qk_norm_rope_into_cache`. qkv_NW must be contiguous."""
     N, C = len(qkv_NW), layout.head_dim
     q = torch.empty(N, layout.heads, C, dtype=qkv_NW.dtype, device=qkv_NW.device)
-    _into_cache[(N, layout.heads + 2 * layout.kv_heads)](
+    heads = layout.heads + 2 * layout.kv_heads
+    _into_cache[(N, heads)](
         qkv_NW, q, *pools_PKSC, *(norms or (None, None)), *(angles or (None, None)),
         *(x_N.contiguous() for x_N in slots_N), layout.eps,
         layout.heads, layout.kv_heads, C, pools_PKSC[0].shape[2], triton.next_power_of_2(C // 2),
-        norms is not None, angles is not None, num_warps=1, **launch_options(q.device),
+        norms is not None, angles is not None, num_warps=1, **launch_options(q.device, N * heads),
     )  # fmt: skip
     return q
 

@@ -7,7 +7,8 @@ has finished and its results can be read. A kernel must call it before it reads 
 predecessor: because each kernel waits, all earlier ones have finished too.
 
 It needs compute capability 9.0 (CUDA C++ programming guide, "programmatic dependent launch and synchronization"). On an
-H200 it makes decoding with 124m 1 to 3 % faster (docs/performance.md).
+H200 it makes decoding with 124m 1 to 3 % faster (docs/performance.md). With the many blocks of a prompt, it made the
+first token of 16 prompts 1 ms later: blocks that wait occupy the processors of those they wait for.
 """
 
 from typing import Any
@@ -15,13 +16,17 @@ from typing import Any
 import torch
 
 ENABLED = True  # benchmarks.decode --no-early-start compares
+MAX_BLOCKS = 2048  # measured: 1,152 gain, 9,216 lose
 
 
-def launch_options(device: torch.device) -> dict[str, Any]:
-    """Return keyword arguments of a launch: the constant PDL of the kernel, and if it is True Triton's `launch_pdl`."""
+def launch_options(device: torch.device, blocks: int) -> dict[str, Any]:
+    """Return keyword arguments of a launch: the constant PDL of the kernel, and if it is True Triton's `launch_pdl`.
+
+    blocks: of the whole grid.
+    """
     from deskside.kernels.fused.triton_common import INTERPRETED
 
-    if not ENABLED or device.type != "cuda" or INTERPRETED.value:
+    if not ENABLED or blocks > MAX_BLOCKS or device.type != "cuda" or INTERPRETED.value:
         return {"PDL": False}
     if torch.cuda.get_device_capability(device) < (9, 0):
         return {"PDL": False}

@@ -375,7 +375,7 @@ def _started_early(
     """The same with programmatic dependent launch, which has instructions from 9.0 on."""
     capabilities = tuple(c for c in CAPABILITIES if c >= 90)
     options = {"PDL": True, "launch_pdl": True}
-    with mock.patch.object(decode_triton, "launch_options", lambda device: options):
+    with mock.patch.object(decode_triton, "launch_options", lambda device, blocks: options):
         return recorded(f"{name}, early start", capabilities, launch, *arguments, number=number)
 
 
