@@ -28,7 +28,7 @@ from tests.dashboard import made_up
 DESKTOP, PHONE = {"width": 1280, "height": 1000}, {"width": 390, "height": 844}
 PALETTE_COLORS = 256  # text and plots stay sharp, and the file is a third of the size
 MAX_BYTES = 150_000  # of a screenshot
-PHONE_PAGE = "efficiency"
+PHONE_PAGE = "trade_offs"
 
 
 @contextlib.contextmanager

@@ -71,23 +71,26 @@ def label_box(mark: Mark, side: tuple[int, int], width: float, height: float) ->
 def place_labels(
     marks: Sequence[Mark],
     order: Sequence[int],
-    widths: Sequence[float],
-    height: float,
+    sizes: Sequence[tuple[float, float]],
     placed: Mapping[int, tuple[int, int]] | None = None,
     lines: Sequence[Line] = (),
 ) -> dict[int, tuple[int, int]]:
     """Return the side of each mark's label, by the mark's index. A mark without a free side is left out.
 
-    A side is free if, at every one of the plot `widths` (in pixels), the label lies within the plot and covers no mark,
-    none of the `lines`, and no label that is already placed. `order` has the indices of the marks to label, the most
-    important first, and `placed` the labels that are there already.
+    A side is free if, at every one of the plot `sizes` (width and height in pixels), the label lies within the plot and
+    covers no mark, none of the `lines`, and no label that is already placed. `order` has the indices of the marks to
+    label, the most important first, and `placed` the labels that are there already.
     """
     sides = dict(placed or {})
     for index in order:
         if index in sides:
             continue
         side = next(
-            (s for s in SIDES if all(_is_free(marks, lines, sides, index, s, w, height) for w in widths)),
+            (
+                side
+                for side in SIDES
+                if all(_is_free(marks, lines, sides, index, side, *size) for size in sizes)
+            ),
             None,
         )
         if side is not None:

@@ -24,7 +24,7 @@ STATES: dict[FitState, tuple[str, str]] = {
     "no": ("does not fit", "#aab2bd"),
     "too short": ("too short to learn anything", "#dfe3e8"),
     "tight": ("fits only at its expected memory", "#f5cf8e"),
-    "short": ("fits, but a smaller model would be trained better", "#a9d3f2"),
+    "short": ("fits, but sees fewer than its compute-optimal tokens", "#a9d3f2"),
     "finishes": ("fits and sees its compute-optimal tokens", "#7fcdb0"),
 }
 CELL_HEIGHT = 30  # pixels

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from deskside.budget.running_costs import Watts, wall_watts
 from deskside.dashboard.search import contains
-from deskside.facts.power_and_prices import electricity_prices
+from deskside.facts.power_and_prices import default_electricity_price
 from deskside.run.record import MetricsLog, RunRecord, machine_name, mapping, number, series, text
 from deskside.study.results import INTERRUPTED, Arm, Results, Trial
 from deskside.study.stats.metrics import QUALITY, SPEED, metric_named
@@ -179,12 +179,12 @@ def electricity(card_watts: float, seconds: float, cards: int) -> float:
     The rest of the computer, the losses of its supply and the price are those of `deskside plan`.
     """
     wall = wall_watts(Watts(card_watts, card_watts, card_watts, "measured", ""), cards)
-    return wall.expected / 1000 * seconds / 3600 * electricity_prices()[0].usd
+    return wall.expected / 1000 * seconds / 3600 * default_electricity_price().usd
 
 
 def cost_note() -> str:
     """Return where the price behind the column of costs comes from."""
-    return f"electricity at {electricity_prices()[0].label}; power measured, without it no cost is shown"
+    return f"electricity at {default_electricity_price().label}; power measured, without it no cost is shown"
 
 
 def sparkline(losses: Sequence[float]) -> tuple[float, ...]:

@@ -57,12 +57,12 @@ OUTCOMES = {
     "open": ("no difference shown", GREY, "circle-open"),
     "one seed": ("one seed, no interval", GREY, "x-thin-open"),
 }
-SCATTER_HEIGHT = 500  # pixels, with 90 of them for the axis and the legend
-PLOT_HEIGHT = SCATTER_HEIGHT - 90
-NARROW, WIDE = 270, 700  # pixels of the plot on a phone, and on a screen from WIDE_SCREEN on
+SCATTER_HEIGHT = 500  # pixels
+# Pixels of the plot in it, without axes and legend: on a phone, and on a screen from WIDE_SCREEN on.
+NARROW, WIDE = (265.0, 345.0), (700.0, 395.0)
 WIDE_SCREEN = 1100
 LABEL_COLUMNS = 24
-CHARACTER_WIDTH, TEXT_HEIGHT = 6.3, 15.0  # pixels of a character of a label, on average, and of its line
+CHARACTER_WIDTH, TEXT_HEIGHT = 6.4, 18.0  # pixels of a character of a label, on average, and of its line
 
 
 def hover_text(results: Results, arm: Arm, key: str) -> str:
@@ -316,11 +316,11 @@ def _add_labels(figure: go.Figure, results: Results, data: ScatterChart) -> None
     order = sorted(range(len(marks)), key=lambda i: (not data.points[i].on_front, not _is_baseline(data, i)))
     front = _front_lines(data)
     lines = [*front, *_interval_lines(data)]
-    narrow = place_labels(marks, order, (NARROW, WIDE), PLOT_HEIGHT, lines=lines)
+    narrow = place_labels(marks, order, (NARROW, WIDE), lines=lines)
     # Rather a label on an interval than none.
-    narrow = place_labels(marks, order, (NARROW, WIDE), PLOT_HEIGHT, narrow, front)
-    wide = place_labels(marks, order, (WIDE,), PLOT_HEIGHT, narrow, lines)
-    for index, side in place_labels(marks, order, (WIDE,), PLOT_HEIGHT, wide, front).items():
+    narrow = place_labels(marks, order, (NARROW, WIDE), narrow, front)
+    wide = place_labels(marks, order, (WIDE,), narrow, lines)
+    for index, side in place_labels(marks, order, (WIDE,), wide, front).items():
         point = data.points[index]
         right, down = label_offset(marks[index], side)
         figure.add_annotation(

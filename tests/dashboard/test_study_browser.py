@@ -1,0 +1,108 @@
+"""The pages of studies and the planner in a real browser: both themes, filters, labels, and nothing on the console."""
+
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from deskside.facts.power_and_prices import default_electricity_price
+from tests.dashboard.browsing import DESKTOP, PHONE, fits, opened, settled
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+BOXES = """() => [...document.querySelectorAll('.annotation')].filter(e => e.getClientRects().length)
+    .map(e => e.getBoundingClientRect()).map(b => [b.left, b.top, b.right, b.bottom])"""
+
+
+def test_pages_are_dark_if_the_system_is(browser: "Browser", address: str) -> None:
+    page = opened(browser, address, "summary", size=PHONE, scheme="dark")
+    for name in ("summary", "metrics", "trade_offs", "planner"):
+        page.goto(f"{address}/{name}")
+        settled(page)
+        assert (
+            brightness(
+                page, "getComputedStyle(document.querySelector('[data-testid=stApp]')).backgroundColor"
+            )
+            < 60
+        )
+        texts = page.evaluate(
+            "[...document.querySelectorAll('.ytick text')].map(e => getComputedStyle(e).fill)"
+        )
+        assert all(min(numbers(color)) > 120 for color in texts)
+        assert fits(page), f"{name} scrolls sideways"
+    page.close()
+
+
+def numbers(color: str) -> list[int]:
+    """The red, green and blue of `rgb(1, 2, 3)`."""
+    return [int(float(part)) for part in color.split("(")[1].rstrip(")").split(",")[:3]]
+
+
+def brightness(page: "Page", expression: str) -> int:
+    return max(numbers(page.evaluate(expression)))
+
+
+def test_the_answer_of_a_group_unfolds_and_changes_with_the_goal(browser: "Browser", address: str) -> None:
+    page = opened(browser, address, "summary", "?study=studies/made")
+    rows = page.locator(".verdicts details")
+    assert rows.count() == 2  # one for each size, which has a baseline of its own
+    assert not rows.first.locator("dl").is_visible()
+    rows.first.locator("summary").click()
+    assert rows.first.locator("dd").first.inner_text().startswith(("The interval", "The same"))
+    page.get_by_role("radio", name="speed").or_(page.get_by_role("button", name="speed")).first.click()
+    page.get_by_text("tokens/s (").first.wait_for()
+    settled(page)
+    assert "shown" in page.locator(".verdicts .chip").all_inner_texts()
+    page.close()
+
+
+@pytest.mark.parametrize(
+    "size", [PHONE, pytest.param(DESKTOP, marks=pytest.mark.full)], ids=["phone", "desktop"]
+)
+def test_the_labels_of_trade_offs_do_not_collide(
+    browser: "Browser", address: str, size: dict[str, int]
+) -> None:
+    page = opened(browser, address, "trade_offs", "?study=studies/made", size=size)
+    boxes = page.evaluate(BOXES)
+    assert boxes
+    for first, second in combinations(boxes, 2):
+        apart = (
+            first[2] <= second[0] or second[2] <= first[0] or first[3] <= second[1] or second[3] <= first[1]
+        )
+        assert apart, (first, second)
+    page.close()
+
+
+def test_claims_are_searched_and_unfolded(browser: "Browser", address: str) -> None:
+    page = opened(browser, address, "claims", "?study=studies/made")
+    claim = page.locator(".verdicts details")
+    assert claim.count() == 1
+    claim.locator("summary").focus()
+    page.keyboard.press("Enter")
+    assert claim.get_by_text("a guide").is_visible()
+    page.get_by_label("search").fill("no such words")
+    page.keyboard.press("Enter")
+    page.get_by_text("0 of 1 claims").wait_for()
+    settled(page)
+    assert claim.count() == 0
+    page.close()
+
+
+def test_the_planner_on_a_phone(browser: "Browser", address: str) -> None:
+    page = opened(browser, address, "planner", size=PHONE)
+    page.get_by_text("What fits on RTX 4090").wait_for(timeout=60_000)
+    settled(page)
+    tops = [box_of(page, label)["y"] for label in ("card", "budget in", "budget")]
+    assert tops == sorted(tops)
+    page.get_by_text("model, precision, number of cards, price").click()
+    price = page.get_by_role("spinbutton", name="price of electricity")
+    price.wait_for()
+    assert float(price.input_value()) == default_electricity_price().usd
+    page.wait_for_function("document.querySelectorAll('.heatmaplayer image').length > 0")
+    assert fits(page)
+    page.close()
+
+
+def box_of(page: "Page", label: str) -> Any:
+    return page.get_by_text(label, exact=True).first.bounding_box()
