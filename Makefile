@@ -18,6 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target "$(ORACLES)" transformer-engine==2.20.2
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target "$(ORACLES)/megatron_core" megatron-core==0.16.1
 	touch $(STAMP)
 
 demo: install

@@ -1,0 +1,97 @@
+"""Megatron-LM's own reader finds the documents that were prepared, each with the end-of-text token behind it."""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from deskside.data import megatron
+from deskside.data.corpus.analyze import CorpusOptions
+from deskside.data.corpus.prepare import prepare
+from deskside.data.reading.shards import EncodedDocument, SplitInfo, publish, read_index, write_shard
+from deskside.utils.errors import UsageError
+
+# Without the packages' own __init__.py, which import all of Megatron for several seconds.
+READ = """
+import json, sys, types
+for name in ("megatron", "megatron.core", "megatron.core.datasets"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [f"{sys.argv[2]}/{name.replace('.', '/')}"]
+import megatron.core.parallel_state  # before utils, which imports it in turn
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+dataset = IndexedDataset(sys.argv[1])
+print(json.dumps([[part.tolist() for part in dataset], dataset.document_indices.tolist(), str(dataset.index.dtype)]))
+"""
+TEXTS = [f"Document {number} says: {'la ' * (number % 7)}end." for number in range(300)]
+
+
+def read(prefix: Path) -> tuple[list[list[int]], list[int], str]:
+    """What megatron-core reads: the sequences, the table of documents, the type."""
+    oracles = find_spec("deskside_oracles")
+    folders = [Path(each) / "megatron_core" for each in oracles.submodule_search_locations] if oracles else []
+    folder = next((each for each in folders if each.is_dir()), None)
+    if folder is None:
+        pytest.skip("megatron-core is not installed; make install does that")
+    done = subprocess.run(
+        [sys.executable, "-c", READ, str(prefix), str(folder)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    sequences, documents, dtype = json.loads(done.stdout.splitlines()[-1])
+    return sequences, documents, dtype
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    options = CorpusOptions(vocab_size=300, val_fraction=0.1, workers=1, shard_bytes=4000, quiet=True)
+    prepare([str(folder / "text.jsonl")], folder / "data", options)
+    return folder / "data"
+
+
+def test_megatron_reads_the_same_documents(prepared: Path, tmp_path: Path) -> None:
+    index = read_index(prepared)
+    assert len(index.splits["train"].shards) > 1  # or the seams between shards are not tested
+    written = megatron.convert(prepared, tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    texts = []
+    for split, (count, tokens) in written.items():
+        sequences, documents, dtype = read(tmp_path / split)
+        assert dtype == "<class 'numpy.uint16'>" and documents == list(range(count + 1))
+        assert sum(map(len, sequences)) == tokens
+        for sequence in sequences:
+            assert sequence[-1] == index.tokenizer.eos_id and index.tokenizer.eos_id not in sequence[:-1]
+            texts.append(tokenizer.decode(sequence[:-1]))
+    assert sorted(texts) == sorted(TEXTS)
+
+
+@pytest.mark.full
+def test_a_large_vocabulary_has_the_type_that_megatron_knows(tmp_path: Path) -> None:
+    """uint32 in shards is int32 in .bin; a shard is written by hand, since such a tokenizer takes minutes."""
+    documents = [
+        EncodedDocument(np.array(ids, dtype=np.uint32), 0) for ids in ([70000, 1], [2], [], [3, 69999, 4])
+    ]
+    lengths = np.ones(70001, dtype=np.uint32)
+    info = write_shard(
+        tmp_path, "x", documents, eos_id=0, dtype="uint32", text_bytes=6, token_bytes=lengths, key="k"
+    )
+    publish(tmp_path, info)
+    assert megatron.convert_split(tmp_path, "uint32", SplitInfo.of([info]), tmp_path / "train") == (4, 10)
+    expected = [[70000, 1, 0], [2, 0], [0], [3, 69999, 4, 0]]
+    assert read(tmp_path / "train") == (expected, [0, 1, 2, 3, 4], "<class 'numpy.int32'>")
+
+
+def test_nothing_is_overwritten_and_bad_input_is_one_line(
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert megatron.main([str(prepared), "--out", str(tmp_path)]) == 0
+    with pytest.raises(UsageError, match="already"):
+        megatron.convert(prepared, tmp_path)
+    capsys.readouterr()
+    assert megatron.main([str(tmp_path / "none"), "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1 and not (tmp_path / "out").exists()
