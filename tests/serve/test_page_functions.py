@@ -222,11 +222,15 @@ def test_continuing_after_the_limit(chat: ChatPage) -> None:
     chat.settings(max_tokens="10")
     assert chat.ask("count").split() == [str(i) for i in range(1, 11)]
     expect(chat.last.get_by_text("Ended at the maximum")).to_be_visible()
-    chat.settings(max_tokens="500")
+    chat.settings(tools='[{"type": "wizard"}]')
+    chat.button("Continue").click()
+    expect(chat.last.get_by_role("alert")).to_contain_text("tools")
+    chat.settings(max_tokens="500", tools="")
     chat.button("Continue").click()
     assert chat.answer().split() == [str(i) for i in range(1, 301)]
     assert chat.last.locator(".usage").inner_text().startswith("300 tokens")
     assert chat.page.locator(".turn").count() == 2 and chat.button("Continue").count() == 0
+    assert len(chat.complaints) == 1 and "400" in chat.complaints.pop()  # the refused attempt
 
 
 def test_reasoning_and_tool_calls_are_folded(chat: ChatPage) -> None:

@@ -16,7 +16,6 @@ export async function generate({ conversation, message, model, settings, signal,
   const continues = Boolean(message.content);
   const request = await requestFor({ conversation, message, before, model, settings, signal });
   const clock = new Clock();
-  message.finish = null;
   const body = { ...request.body, stream_options: { include_usage: true } };
   for await (const event of streamEvents(request.path, body, signal)) {
     const choice = event.choices[0];
@@ -24,7 +23,7 @@ export async function generate({ conversation, message, model, settings, signal,
       const delta = choice.delta ?? { content: choice.text };
       clock.event(Boolean(delta.content || delta.reasoning_content || delta.tool_calls));
       addDelta(message, delta);
-      message.finish = choice.finish_reason ?? message.finish;
+      message.finish = choice.finish_reason;  // null until the last
     }
     if (event.usage) addUsage(message, event.usage, clock, continues);
     onChange();

@@ -225,7 +225,7 @@ export class Session extends EventTarget {
       delete conversation.messages[message.id];
       conversation.leaf = message.parent;
       if (gone) this._waiting.add(conversation.id);
-    } else {
+    } else if (stopped || gone) {
       message.finish = stopped ? "stopped" : "lost";
     }
     if (!stopped && !(gone && empty)) this.errors.set(empty ? message.parent : message.id, error.message);

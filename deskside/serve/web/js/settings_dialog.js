@@ -32,6 +32,7 @@ export class SettingsDialog {
   show() {
     this._draw();
     byId("settings").showModal();
+    byId("settings").scrollTop = 0;
     fitHeight(byId("system"));
   }
 
