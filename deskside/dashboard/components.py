@@ -23,6 +23,8 @@ REFRESH_SECONDS = 2  # between two looks at the files of runs that are training
 def chart(figure: plotly_charts.go.Figure, key: str, alt: str) -> None:
     """Draw a chart. Screen readers read `alt`. The mode bar saves the chart as a PNG file named `key`."""
     image = {"format": "png", "scale": 2, "filename": key}
+    for update in (figure.update_xaxes, figure.update_yaxes):  # a title that is set replaces its font
+        update(title_font={"color": plotly_charts.TEXT_COLOR})
     drawn = theme.chart_colors(figure.to_plotly_json()) if theme.is_dark() else figure
     st.plotly_chart(
         drawn, key=f"chart-{key}", config={**plotly_charts.MODE_BAR, "toImageButtonOptions": image}, alt=alt

@@ -53,6 +53,11 @@ class Cache:
                 self._values.pop(next(iter(self._values)))
         return value
 
+    def newest(self, kind: str, name: str) -> Any:
+        """Return the value of this kind and name that was read last, whatever its key; None if there is none."""
+        with self._lock:
+            return self._values.get((kind, name), (None, None))[1]
+
 
 # One cache for many small values and one for large ones, shared by all browser sessions.
 _lock = threading.RLock()
@@ -156,14 +161,28 @@ def newest_metrics(path: Path) -> MetricsLog:
     return _large_values.get("metrics", str(path), key, lambda: record.read_metrics(path, record.TAIL_BYTES))
 
 
-def evaluations(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's metrics.jsonl that have validation metrics."""
+def metrics(path: Path) -> MetricsLog:
+    """Return all rows of a run's metrics.jsonl. Of a file that has grown, only the new part is read."""
+    key = stamp(path, "metrics.jsonl")
 
-    def read() -> list[dict[str, Any]]:
-        rows = record.read_metrics(path).rows
-        return [row for row in rows if any(key.startswith("val_") for key in row)]
+    def read() -> MetricsLog:
+        known = _large_values.newest("all metrics", str(path))
+        return record.read_new_metrics(path, known) if known is not None else record.read_metrics(path)
 
-    return _large_values.get("evaluations", str(path), stamp(path, "metrics.jsonl"), read)
+    return _large_values.get("all metrics", str(path), key, read)
+
+
+def events(path: Path) -> list[str]:
+    """Return the lines of a run's events.log; none if it cannot be read."""
+
+    def read() -> list[str]:
+        try:
+            lines = (path / "events.log").read_text("utf-8", errors="replace").splitlines()
+        except OSError:
+            return []
+        return [line for line in lines if line.strip()]
+
+    return _large_values.get("events", str(path), stamp(path, "events.log"), read)
 
 
 def curve(path: Path) -> tuple[list[dict[str, float | None]], list[str]]:

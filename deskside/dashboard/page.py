@@ -36,6 +36,7 @@ class PageSpec:
 PAGES = (
     PageSpec("runs", "Runs and studies"),
     PageSpec("run", "Run"),
+    PageSpec("report", "Report"),
     PageSpec("summary", "Summary", "Study", of_study=True),
     PageSpec("metrics", "Metrics", "Study", of_study=True),
     PageSpec("trade_offs", "Trade-offs", "Study", of_study=True),
@@ -61,6 +62,7 @@ def main(root: Path) -> None:
         )
         sections.setdefault(spec.section, []).append(pages[spec.name])
     # The pages have no icons: the browser would fetch that of its tab from the network.
+    pages["study"] = pages[next(spec.name for spec in PAGES if spec.of_study)]
     page = st.navigation(sections)
     st.set_page_config(page_title=f"{page.title} · deskside", layout="wide")
     theme.apply([spec.name for spec in PAGES if spec is not FIRST_PAGE])

@@ -118,7 +118,12 @@ def _details(record: RunRecord) -> list[str]:
         if (value := number(record.summary.get(key))) is not None
     ]
     precision = record.precision + (" emulated" if record.emulated else "")
-    parts = [*results, count(total) if total else "", precision, machine_name(record.environment, "")]
+    parts = [
+        *results,
+        f"{count(total)} parameters" if total else "",
+        precision,
+        machine_name(record.environment, ""),
+    ]
     return [printable(part) for part in parts if part]
 
 

@@ -70,7 +70,7 @@ class Context:
 
     Attributes:
         selection: The study of a page of studies; None if there is no readable study.
-        pages: Streamlit's page of each name in `page.PAGES`, for links.
+        pages: Streamlit's page of each name in `page.PAGES`, for links; "study" is the first page of studies.
     """
 
     root: Path

@@ -11,13 +11,13 @@ LIGHT = {
     "primaryColor": "#0069A6",
     "backgroundColor": "#ffffff",
     "secondaryBackgroundColor": "#f3f5f8",
-    "textColor": "#1f2328",
+    "textColor": "#13171c",
     "linkColor": "#0069A6",
     "borderColor": "#d0d7de",
     "grayTextColor": "#57606a",
 }
 DARK = {
-    "primaryColor": "#2F81C4",
+    "primaryColor": "#2474B5",
     "backgroundColor": "#0d1117",
     "secondaryBackgroundColor": "#1a212b",
     "textColor": "#e6edf3",
@@ -43,10 +43,25 @@ STYLE = """<style>
 [data-testid="stMain"] h1 {font-size: 1.75rem; padding: 0 0 0.25rem 0}
 [data-testid="stMain"] h2 {font-size: 1.35rem; padding: 0.75rem 0 0.25rem 0}
 [data-testid="stMain"] h3 {font-size: 1.1rem; padding: 0.5rem 0 0.25rem 0}
+/* White text is read on the primary color, so on the dark background, text in the primary color is not. */
+:is([data-testid="stSliderThumbValue"], [data-testid="stTab"][aria-selected="true"], button[data-selected="true"]),
+:is([data-testid="stSliderThumbValue"], [data-testid="stTab"][aria-selected="true"], button[data-selected="true"]) * {
+  color: inherit !important; font-weight: 600}
+[data-stale="true"] {opacity: 1 !important}
+[data-testid="stMetricValue"] {font-size: 1.3rem; font-weight: 600; font-variant-numeric: tabular-nums}
+.sample {padding: 0.8rem 1rem; border: 1px solid rgba(127,127,127,0.35); border-radius: 8px; white-space: pre-wrap;
+  overflow-wrap: anywhere; line-height: 1.5}
+.sample small {display: block; opacity: 0.75}
+.runs-legend {width: 100%; border-collapse: collapse; font-size: 0.875rem; font-variant-numeric: tabular-nums}
+.runs-legend :is(th, td) {padding: 0.3rem 0.6rem 0.3rem 0; text-align: right; border: 0}
+.runs-legend :is(th, td):nth-child(-n+2) {text-align: left; overflow-wrap: anywhere}
+.runs-legend thead th {font-weight: 400; opacity: 0.75}
+.runs-legend hr {width: 2rem; margin: 0; border: 0; border-top: 3px solid}
 [data-testid="stSidebarHeader"]::before {content: "deskside"; font-size: 1.2rem; font-weight: 700}
 .st-key-theme-switch {position: fixed; top: 0.7rem; right: 1rem; z-index: 1000000; width: auto}
 @media (max-width: 640px) {
   [data-testid="stMainBlockContainer"] {padding: 3.75rem 1rem 2rem 1rem}
+  .runs-legend :is(th, td):nth-child(n+5) {display: none}
 }
 </style>"""
 

@@ -39,6 +39,7 @@ class MetricsLog:
         damaged: Number of damaged lines, without a partial last line.
         partial: True if the last line is incomplete, because the run was killed or is writing it.
         modified: Time of the last write in seconds since 1970, 0 if the file could not be read.
+        end: Bytes of the file up to the end of its last complete line.
         error: Why the file could not be read, or the empty string.
     """
 
@@ -47,6 +48,7 @@ class MetricsLog:
     partial: bool = False
     modified: float = 0.0
     error: str = ""
+    end: int = 0
 
     @property
     def problem(self) -> str:
@@ -227,14 +229,18 @@ def read_object(path: Path) -> tuple[dict[str, Any], str]:
     return (value, "") if isinstance(value, dict) else ({}, "is not a JSON object")
 
 
-def read_metrics(path: Path, tail: int | None = None) -> MetricsLog:
-    """Read metrics.jsonl in the run directory `path`, or only the rows in its last `tail` bytes. Never raises."""
+def read_metrics(path: Path, tail: int | None = None, begin: int = 0) -> MetricsLog:
+    """Read metrics.jsonl in the run directory `path`, or only the rows in its last `tail` bytes. Never raises.
+
+    begin: offset of the line to begin with; of a file that has become shorter, everything is read.
+    """
     try:
         with (path / "metrics.jsonl").open("rb") as file:
             status = os.fstat(file.fileno())
             start = 0 if tail is None else max(0, status.st_size - tail)
-            file.seek(start)
+            file.seek(begin if 0 < begin <= status.st_size else start)
             lines = file.read().split(b"\n")
+            end = file.tell() - len(lines[-1])
     except OSError as error:
         missing = isinstance(error, FileNotFoundError)
         return MetricsLog([], error=MISSING if missing else f"cannot be read ({error.strerror})")
@@ -255,7 +261,17 @@ def read_metrics(path: Path, tail: int | None = None) -> MetricsLog:
         else:
             damaged += 1
     rows = [by_step[step] for step in sorted(by_step)]
-    return MetricsLog(rows, damaged, partial, status.st_mtime)
+    return MetricsLog(rows, damaged, partial, status.st_mtime, end=end)
+
+
+def read_new_metrics(path: Path, known: MetricsLog) -> MetricsLog:
+    """Return the whole log of a run whose first part is `known`. Only the new part is read, if there is only more."""
+    new = read_metrics(path, begin=known.end)
+    steps = [number(log.rows[i].get("step")) or 0.0 for log, i in ((known, -1), (new, 0)) if log.rows]
+    # After a resume, the file may be shorter, or repeat steps.
+    if new.error or new.damaged or new.end < known.end or steps != sorted(set(steps)):
+        return read_metrics(path)
+    return replace(new, rows=known.rows + new.rows, damaged=known.damaged)
 
 
 def sample_metrics(path: Path, samples: int) -> MetricsLog:

@@ -1,4 +1,4 @@
-"""One server and one browser for all browser tests of a process."""
+"""One server for all browser tests of a process, and one browser for those of a file."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +33,9 @@ def address(served_root: Path) -> Iterator[str]:
         yield found
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(
+    scope="module"
+)  # playwright keeps an event loop running, which the asyncio tests of others forbid
 def browser() -> Iterator["Browser"]:
     """A headless Chromium; without one, the tests that need it are skipped."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

@@ -1,5 +1,6 @@
 """The tolerant reader returns what can be read, lists every problem, and never raises for damaged content."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -7,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deskside.run.record import MISSING, TAIL_BYTES, number, read_brief, read_metrics, read_object, read_run
+from deskside.run.record import (
+    MISSING,
+    TAIL_BYTES,
+    number,
+    read_brief,
+    read_metrics,
+    read_new_metrics,
+    read_object,
+    read_run,
+    sample_metrics,
+)
 from tests.dashboard import made_up
 
 
@@ -37,6 +48,40 @@ def test_only_the_end_of_a_long_log_is_read(tmp_path: Path) -> None:
     log = read_metrics(tmp_path / "r", TAIL_BYTES)
     assert log.rows[-1]["step"] == 3000 and 50 < len(log.rows) < 1000 and log.problem == ""
     assert log.rows == read_metrics(tmp_path / "r").rows[-len(log.rows) :]
+
+
+def test_a_sample_is_evenly_spaced_and_has_the_newest_row(tmp_path: Path) -> None:
+    made_up.run(tmp_path / "r", steps=3000)
+    steps = [row["step"] for row in sample_metrics(tmp_path / "r", 32).rows]
+    assert steps[-1] == 3000 and 30 <= len(steps) <= 33
+    assert max(b - a for a, b in itertools.pairwise(steps)) < 150  # 3000 / 32 is 94
+    made_up.run(tmp_path / "short", steps=20)
+    assert sample_metrics(tmp_path / "short", 32) == read_metrics(tmp_path / "short")
+    assert sample_metrics(tmp_path / "none", 32).rows == []
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        "",
+        '{"step": 7, "loss": 1.0}\n',
+        '{"step": 7, "loss": 1.0}\n{"step": 8, "lo',
+        '{"step": 5, "loss": 9.0}\n{"step": 6, "loss": 9.0}\n',  # repeated after a resume
+        '???\n{"step": 7, "loss": 1.0}\n',
+    ],
+)
+@pytest.mark.parametrize("before", ["", '{"step": 6, "lo'])
+def test_the_new_part_of_a_log_is_read_as_the_whole(tmp_path: Path, before: str, after: str) -> None:
+    """Before: the last line as it was when it was read first."""
+    made_up.run(tmp_path / "r", steps=5)
+    path = tmp_path / "r/metrics.jsonl"
+    whole = path.read_text()
+    path.write_text(whole + before)
+    known = read_metrics(tmp_path / "r")
+    path.write_text(whole + ('{"step": 6, "loss": 2.0}\n' if before else "") + after)
+    assert read_new_metrics(tmp_path / "r", known) == read_metrics(tmp_path / "r")
+    path.write_text(whole[: len(whole) // 2])
+    assert read_new_metrics(tmp_path / "r", known) == read_metrics(tmp_path / "r")
 
 
 def test_a_repeated_step_is_read_once_with_its_last_values(tmp_path: Path) -> None:

@@ -36,9 +36,8 @@ function sorted(rows, key, descending) {
   });
 }
 
-function address(page, parameters) {
-  const query = new URLSearchParams(parameters.map((name) => [page === "run" ? "run" : "study", name]));
-  return `${page}?${query}`;
+function address(path, page, names) {
+  return `${path}?${new URLSearchParams(names.map((name) => [page, name]))}`;
 }
 
 export default function ({ parentElement, data, setTriggerValue }) {
@@ -48,7 +47,7 @@ export default function ({ parentElement, data, setTriggerValue }) {
   const comparable = data.rows.some((row) => row.page === "run");
 
   function link(page, names, attributes, ...children) {
-    return element("a", { href: address(page, names), ...attributes, onclick: (event) => {
+    return element("a", { href: address(data.paths[page], page, names), ...attributes, onclick: (event) => {
       if (event.ctrlKey || event.metaKey || event.shiftKey) return; // a new tab or window, as with every link
       event.preventDefault();
       setTriggerValue("open", { page, names });

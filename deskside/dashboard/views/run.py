@@ -1,106 +1,202 @@
-"""Page of a run, or of several runs: drawn again every few seconds."""
+"""Page of a run, or of several runs in one chart each. While one of them trains, it is drawn again by itself."""
 
+import html
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import streamlit as st
 
-from deskside.dashboard import file_cache, plotly_charts
+from deskside.dashboard import file_cache, plotly_charts, run_details, run_plots, theme
 from deskside.dashboard.components import REFRESH_SECONDS, chart, empty_state, expert_charts
-from deskside.dashboard.runs import RunProgress, progress
-from deskside.dashboard.scan import name_below
+from deskside.dashboard.run_details import key_numbers, newest_values
+from deskside.dashboard.run_table import RUN, TRIAL, TableRow, study_of
+from deskside.dashboard.runs import progress
+from deskside.dashboard.scan import FoundRun, name_below
 from deskside.dashboard.sidebar import Context, literal
-from deskside.report import study_text
-from deskside.run.record import MetricsLog, RunRecord, machine_name, series
-from deskside.utils.format import elapsed
+from deskside.report.run_chart_data import CHARTS, run_line
+from deskside.report.run_report import verdict
+from deskside.run.record import RunRecord, flatten, machine_name
+from deskside.utils.format import elapsed, plural, value_text
 
+MAX_RUNS = 8  # that are drawn together
 SILENT_SECONDS = 60.0  # a longer time since the last logged step is reported
-# Validation metrics of the objectives: (label, key, format).
-QUALITY_METRICS = (
-    ("validation, bits per byte", "val_bpb", "{:.4f}"),
-    ("preference accuracy, held out", "val_accuracy", "{:.1%}"),
-    ("mean reward, held out", "val_reward", "{:.3f}"),
-)
+X_KEYS = {"tokens": "tokens", "steps": "step", "time": "seconds"}
+PARTS = ("Charts", "Samples", "Configuration", "Events")
+EVENTS_HEIGHT = 420  # pixels
 
 
 def show(context: Context) -> None:
-    """Draw the page."""
-    runs = {name_below(run.path, context.root): run.path for run in context.scan.runs}
-    if not runs:
+    """Draw the page. The names of the runs are in its address."""
+    found = {name_below(run.path, context.root): run for run in context.scan.runs}
+    if not found:
+        st.title("Run")
         empty_state(context)
         return
-    st.title("Runs")
-    chosen = st.multiselect("runs", list(runs), key="run", bind="query-params")
+    heading = st.container()
+    live = file_cache.live_runs(context.scan.runs)
+    if "run" not in st.session_state and "run" not in st.query_params:
+        st.session_state["run"] = [_newest(context)]
+    names = st.multiselect(
+        "runs, one or several to compare",
+        list(found),
+        key="run",
+        bind="query-params",
+        max_selections=MAX_RUNS,
+        persist_state="session",
+    )
+    title = (
+        f"{len(names)} runs" if len(names) != 1 else names[0].removeprefix("runs/").rpartition("/runs/")[2]
+    )
+    heading.title(literal(title))
+    if not names:
+        st.info("Select a run above, or several to compare them.")
+        return
+    chosen = {name: found[name] for name in names}
+    every = REFRESH_SECONDS if any(run.path in live for run in chosen.values()) else None
+    st.fragment(run_every=every)(_draw_head)(context, chosen)
+    for part, tab in zip(
+        PARTS, st.tabs(PARTS, key="part", on_change="rerun", bind="query-params"), strict=True
+    ):
+        if tab.open:
+            with tab:
+                if part == "Charts":
+                    settings = _chart_settings()
+                    st.fragment(run_every=every)(_draw_charts)(chosen, *settings)
+                else:
+                    {"Samples": _draw_samples, "Configuration": _draw_options, "Events": _draw_events}[part](
+                        chosen
+                    )
 
-    @st.fragment(run_every=REFRESH_SECONDS)
-    def refresh() -> None:
-        for name in chosen:
-            _draw_run(file_cache.brief(runs[name]), file_cache.newest_metrics(runs[name]), name)
 
-    refresh()
+def _newest(context: Context) -> str:
+    """Return the name of the run that started last, of those that are training if there are any."""
+    rows = [row for row in file_cache.rows(context.scan, context.root) if row.kind in (RUN, TRIAL)]
+    return next((row.name for row in rows if row.status == "running"), rows[0].name)
 
 
-def _draw_run(record: RunRecord, log: MetricsLog, title: str) -> None:
-    state = progress(record, log)
-    with st.container(border=True):
-        st.subheader(literal(title))
+def _draw_head(context: Context, chosen: Mapping[str, FoundRun]) -> None:
+    """Draw the state and the numbers of one run, or the legend with the numbers of several."""
+    live = file_cache.live_runs(tuple(chosen.values()))
+    rows = {
+        name: file_cache.row(run.path, run.path in live, context.root, TRIAL if run.study else RUN)
+        for name, run in chosen.items()
+    }
+    if len(chosen) > 1:
+        st.html(_legend(list(rows.values())))
+        return
+    (name, run), (row,) = next(iter(chosen.items())), rows.values()
+    record, log = file_cache.brief(run.path), file_cache.newest_metrics(run.path)
+    if row.status == "running":
+        state = progress(record, log)
         left = (
-            f"{elapsed(state.seconds_left)} left" if state.seconds_left is not None else "time left unknown"
+            f"about {elapsed(state.seconds_left)} left"
+            if state.seconds_left is not None
+            else "time left unknown"
         )
         total = f" of {state.total:,}" if state.total else ""
-        st.progress(state.share or 0.0, text=f"step {state.step or 0:,}{total}; {left}")
-        details = [
-            machine_name(record.environment),
-            record.precision + (" (emulated)" if record.emulated else ""),
-        ]
-        if state.silent_seconds is not None and state.silent_seconds > SILENT_SECONDS:
-            details.append(f"no step logged for {elapsed(state.silent_seconds)}")
-        st.caption(" · ".join(literal(word) for word in [*details, *record.problems, log.problem] if word))
-        _draw_numbers(state)
-        _draw_charts(record, log)
-        if record.plan.get("languages"):
-            _draw_languages(record)
-
-
-def _quality_metric(state: RunProgress) -> tuple[str, str, str]:
-    """Return the (label, key, format) of the run's validation metric; bits per byte if none was logged yet."""
-    return next((metric for metric in QUALITY_METRICS if metric[1] in state.values), QUALITY_METRICS[0])
-
-
-def _draw_numbers(state: RunProgress) -> None:
-    metrics = (
-        ("loss, nats per token", "loss", "{:.4f}"),
-        _quality_metric(state),
-        ("speed, tokens/s", "tokens_per_second", "{:,.0f}"),
-        ("memory, GiB", "memory_gib", "{:.2f}"),
-        ("power, W", "watts", "{:.0f}"),
-        ("temperature, °C", "celsius", "{:.0f}"),
-    )
+        silent = state.silent_seconds or 0.0
+        silence = f"; no step logged for {elapsed(silent)}" if silent > SILENT_SECONDS else ""
+        st.progress(state.share or 0.0, text=f"running: step {state.step or 0:,}{total}; {left}{silence}")
+    else:
+        st.write(literal(verdict(record)))
+    details = [row.details, f"started {row.created[:16].replace('T', ' ')} UTC" if row.created else ""]
+    st.caption(" · ".join(literal(part) for part in [*details, *record.problems, log.problem] if part))
     with st.container(horizontal=True):
-        for label, key, number_format in metrics:
-            value = state.values.get(key)
-            st.metric(
-                label, study_text.NOT_MEASURED if value is None else number_format.format(value), width=150
+        numbers = key_numbers(row, newest_values(log.rows))
+        for label, value in numbers.items():
+            if value is not None:
+                st.metric(label, value, width="content")
+    if missing := [label for label, value in numbers.items() if value is None]:
+        st.caption(f"Not measured: {', '.join(missing)}.")
+    with st.container(horizontal=True):
+        st.page_link(
+            context.pages["report"], label="Report", icon=":material/description:", query_params={"of": name}
+        )
+        if run.study is not None:
+            study = study_of(name)
+            page, icon = context.pages["study"], ":material/science:"
+            st.page_link(page, label=literal(study), icon=icon, query_params={"study": study})
+
+
+def _chart_settings() -> tuple[str, float, bool]:
+    """Draw the controls of the charts. Return the key of the x axis, the smoothing and whether axes are logarithmic."""
+    with st.container(horizontal=True, vertical_alignment="bottom"):
+        x_axis = st.segmented_control(
+            "against", list(X_KEYS), default="tokens", required=True, key="x", bind="query-params"
+        )
+        smoothing = st.slider(
+            "smoothing", 0.0, 0.99, 0.0, 0.01, key="smoothing", bind="query-params", width=220
+        )
+        log = st.toggle("logarithmic", key="log", bind="query-params")
+    return X_KEYS[x_axis or "tokens"], smoothing, log
+
+
+def _draw_charts(chosen: Mapping[str, FoundRun], x_key: str, smoothing: float, log: bool) -> None:
+    """Draw every metric that one of the runs logged."""
+    rows = {name: file_cache.metrics(run.path).rows for name, run in chosen.items()}
+    records = {name: file_cache.brief(run.path) for name, run in chosen.items()}
+    places = {name: place for place, name in enumerate(chosen)}
+    drawn = 0
+    columns: Sequence[Any] = ()
+    for spec in CHARTS:
+        lines = [
+            line
+            for name in chosen
+            if (line := run_line(name, rows[name], records[name].summary, spec, x_key, smoothing)) is not None
+        ]
+        if not lines:
+            continue
+        if drawn % 2 == 0:
+            columns = st.columns(2)
+        with columns[drawn % 2]:
+            figure = run_plots.run_chart(spec, lines, places, x_key, log)
+            newest = "; ".join(f"{line.run}: {line.newest:.6g}" for line in lines)
+            chart(
+                figure,
+                f"run-{spec.key}",
+                f"{spec.title} of {plural(len(lines), 'run')}, newest value {newest}",
             )
+        drawn += 1
+    if not drawn:
+        st.info("No step has been logged yet.")
+        return
+    notes = ["Measured."]
+    if smoothing:
+        notes.append(f"Pale: each logged step; strong: moving average of weight {smoothing:g}.")
+    if any("val_bpb" in record.summary for record in records.values()):
+        notes.append("Square: the evaluation at the end, of the whole validation text.")
+    st.caption(" ".join(notes))
+    if len(chosen) == 1:
+        (name,) = chosen
+        expert_charts(records[name], rows[name][-200:], rows[name])
+        _draw_languages(replace(records[name], metrics=rows[name]))
 
 
-def _draw_charts(record: RunRecord, log: MetricsLog) -> None:
-    columns = st.columns(2)
-    for column, (key, title) in zip(
-        columns, (("loss", "loss, nats per token"), ("tokens_per_second", "speed, tokens/s")), strict=True
-    ):
-        steps, values = series(log.rows, key, "step")
-        if steps:
-            figure = plotly_charts.line(steps, values, "step", title)
-            with column:
-                # Streamlit needs unique keys, and two runs may have the same name.
-                name = f"live-{record.path.name}-{key}-{abs(hash(str(record.path)))}"
-                chart(figure, name, f"{title} of {record.name}")
-    expert_charts(record, log.rows, log.rows)
+def _legend(rows: Sequence[TableRow]) -> str:
+    """Return the lines of several runs with their names and numbers as an HTML table."""
+    heads = ("", "run", "bits per byte", "tokens/s", "MFU", "time", "status")
+    lines = ["".join(f'<th scope="col">{head}</th>' for head in heads)]
+    for place, row in enumerate(rows):
+        color, dash = run_plots.line_style(place)
+        color = theme.chart_colors(color) if theme.is_dark() else color
+        cells = (
+            f'<hr style="border-top-color:{color};border-top-style:{"solid" if dash == "solid" else "dashed"}">',
+            f"{html.escape(row.title)}<br><small>{html.escape(row.details)}</small>",
+            "" if row.bpb is None else f"{row.bpb:.4f}",
+            "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
+            "" if row.mfu is None else f"{row.mfu:.1%}",
+            "" if row.seconds is None else elapsed(row.seconds),
+            row.status,
+        )
+        lines.append("".join(f"<td>{cell}</td>" for cell in cells))
+    body = "".join(f"<tr>{line}</tr>" for line in lines[1:])
+    return f'<table class="runs-legend"><thead><tr>{lines[0]}</tr></thead><tbody>{body}</tbody></table>'
 
 
 def _draw_languages(record: RunRecord) -> None:
     """Draw the validation bits per byte of each language: the newest in a table, all as lines."""
-    curves = replace(record, metrics=file_cache.evaluations(record.path)).language_series()
+    curves = record.language_series()
     if not curves:
         return
     title = "validation bits per byte by language"
@@ -109,7 +205,57 @@ def _draw_languages(record: RunRecord) -> None:
         rows = [{"language": name, "bits per byte": y[-1]} for name, (_, y) in curves.items()]
         st.dataframe(rows, hide_index=True, width="stretch")
     with lines:
-        name = f"live-{record.path.name}-languages-{abs(hash(str(record.path)))}"
-        chart(
-            plotly_charts.labelled_lines(curves, "training tokens", title), name, f"{title} of {record.name}"
+        chart(plotly_charts.labelled_lines(curves, "training tokens", title), "run-languages", title)
+
+
+def _draw_samples(chosen: Mapping[str, FoundRun]) -> None:
+    for name, run in chosen.items():
+        texts = run_details.samples(file_cache.brief(run.path))
+        if len(chosen) > 1:
+            st.subheader(literal(name))
+        if not texts:
+            st.caption("There are no samples; they are generated when a run finishes.")
+        for sample in texts:
+            title = f"<small>{html.escape(sample.title)}</small>" if sample.title else ""
+            prompt, generated = html.escape(sample.prompt), html.escape(sample.text)
+            st.html(f'<div class="sample">{title}<b>{prompt}</b>{generated}</div>')
+            for title, other in sample.others.items():
+                with st.expander("Before training" if title == "before" else "Reference answer"):
+                    st.code(other, language=None, wrap_lines=True)
+    st.caption("Bold: the prompt. The rest was generated at the end of the run.")
+
+
+def _draw_options(chosen: Mapping[str, FoundRun]) -> None:
+    """Draw the configuration, or with several runs the options in which they differ."""
+    records = {name: file_cache.brief(run.path) for name, run in chosen.items()}
+    differences = len(records) > 1 and not st.toggle("all options", key="all-options")
+    rows = run_details.option_rows(records, differences)
+    if not rows:
+        st.info("The configuration is unknown." if len(records) == 1 else "The configurations are equal.")
+        return
+    height = min(720, 40 + 35 * len(rows))
+    st.dataframe(rows, hide_index=True, width="stretch", height=height)
+    if len(records) == 1:
+        st.caption("Select a second run above: the table then shows only the options in which they differ.")
+        machine = records[next(iter(records))].environment
+        st.subheader(f"Machine: {literal(machine_name(machine))}")
+        facts = [{"fact": key, "value": value_text(value)} for key, value in flatten(machine).items()]
+        st.dataframe(facts, hide_index=True, width="stretch")
+
+
+def _draw_events(chosen: Mapping[str, FoundRun]) -> None:
+    for name, run in chosen.items():
+        if len(chosen) > 1:
+            st.subheader(literal(name))
+        events = file_cache.events(run.path)
+        if not events:
+            st.caption("No events were logged.")
+            continue
+        notable = run_details.notable(events)
+        st.caption(
+            f"{plural(len(events), 'line')} in events.log, {len(notable)} of them about trouble or resumes."
         )
+        if notable:
+            st.code("\n".join(notable[-20:]), language=None, wrap_lines=True)
+        with st.expander("the whole log", expanded=not notable):
+            st.code("\n".join(events), language=None, wrap_lines=True, height=EVENTS_HEIGHT)

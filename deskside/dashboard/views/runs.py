@@ -6,12 +6,12 @@ import streamlit as st
 
 from deskside.dashboard import file_cache, run_table, theme
 from deskside.dashboard.components import REFRESH_SECONDS, empty_state, problem_rows
+from deskside.dashboard.run_details import cost_text
 from deskside.dashboard.run_table import RUN, STUDY, TRIAL, RowFilter, TableRow
 from deskside.dashboard.sidebar import Context
-from deskside.utils.format import dollars, elapsed, plural
+from deskside.utils.format import elapsed, plural
 
 KINDS = {"runs and studies": {RUN, STUDY}, "runs": {RUN}, "studies": {STUDY}, "trials of studies": {TRIAL}}
-CENT = 0.01
 SORTED_NUMBERS = ("bpb", "tokens_per_second", "mfu", "seconds", "dollars")
 
 
@@ -43,11 +43,12 @@ def _draw(context: Context) -> None:
         "counts": " · ".join(counts),
         "columns": run_table.columns(),
         "rows": [_row_data(row) for row in shown],
+        "paths": {name: context.pages[name].url_path for name in ("run", "study")},
     }
     opened = _table()(key="run-table", data=table_data, on_open_change=lambda: None).open
     if opened:
-        page, key = ("run", "run") if opened["page"] == "run" else ("summary", "study")
-        st.switch_page(context.pages[page], query_params=[(key, name) for name in opened["names"]])
+        page = opened["page"]  # "run" or "study", which is also the name of the parameter
+        st.switch_page(context.pages[page], query_params={page: opened["names"]})
     first, second = st.columns((1, 3), vertical_alignment="center")
     first.download_button(
         "Rows as CSV", lambda: run_table.to_csv(shown), "runs.csv", "text/csv", on_click="ignore"
@@ -78,7 +79,6 @@ def _filtered(rows: list[TableRow]) -> list[TableRow]:
 def _row_data(row: TableRow) -> dict[str, Any]:
     """Return a row for the table: values to sort by and texts to show, by column."""
     share = f" {row.progress:.0%}" if row.progress is not None else ""
-    cost = "" if row.dollars is None else dollars(row.dollars) if row.dollars >= CENT else "< $0.01"
     return {
         "name": row.name,
         "title": row.title,
@@ -99,7 +99,7 @@ def _row_data(row: TableRow) -> dict[str, Any]:
             "tokens_per_second": "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
             "mfu": "" if row.mfu is None else f"{row.mfu:.1%}",
             "seconds": "" if row.seconds is None else elapsed(row.seconds),
-            "dollars": cost,
+            "dollars": "" if row.dollars is None else cost_text(row.dollars),
             "created": row.created[:16].replace("T", " "),
         },
     }

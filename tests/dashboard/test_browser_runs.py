@@ -1,0 +1,177 @@
+"""The table of runs and the pages of runs in a real browser."""
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pandas as pd
+import pytest
+
+from deskside.dashboard.page import PAGES
+from tests.dashboard import made_up
+from tests.dashboard.browsing import PHONE, fits, opened, settled
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+# Serious faults in Streamlit's own markup, which we cannot change: (rule, what the element's HTML begins with).
+# Its navigation puts a heading for screen readers and lists of its own between a list and its items.
+FAULTS_OF_STREAMLIT = (
+    ("list", '<ul data-testid="stSidebarNavItems"'),
+    ("listitem", '<li class="st-emotion-cache-'),
+)
+
+
+def names(page: "Page") -> list[str]:
+    """The names in the table, from top to bottom."""
+    return page.locator(".runs tbody th a").all_inner_texts()
+
+
+def test_the_table_sorts_filters_and_exports(browser: "Browser", address: str) -> None:
+    page = opened(browser, address, "runs")
+    page.get_by_role("link", name="now", exact=True).wait_for()
+    page.get_by_role("button", name="bits per byte").click()
+    heading, cells = page.locator(".runs th.bpb"), page.locator(".runs td.bpb")
+    values = [float(text) for text in cells.all_inner_texts() if text]
+    assert heading.get_attribute("aria-sort") == "ascending"
+    assert values == sorted(values) and 2 < len(values) < len(names(page)) and cells.last.inner_text() == ""
+    page.get_by_role("button", name="bits per byte").click()
+    assert heading.get_attribute("aria-sort") == "descending"
+    assert [float(text) for text in cells.all_inner_texts() if text] == values[::-1]
+    assert cells.last.inner_text() == ""  # unknown ones come last in either order
+    page.get_by_role("combobox", name="show").click()
+    page.get_by_role("option", name="studies", exact=True).click()
+    page.locator(".runs tbody tr").filter(has_text="studies/made").wait_for()
+    page.get_by_text(re.compile(r"^2 of \d+ rows")).wait_for()
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Rows as CSV").click()
+    frame = pd.read_csv(download.value.path())
+    assert set(frame["name"]) == {"studies/made", "studies/two"} and set(frame["kind"]) == {"study"}
+    assert "show=studies" in page.url
+    page.close()
+
+
+def test_a_filter_that_nothing_passes_says_so(browser: "Browser", address: str) -> None:
+    page = opened(browser, address, "runs", "?contains=no+such+run")
+    page.get_by_text("No row passes the filters").wait_for()
+    page.get_by_role("textbox", name="name or details contain").fill("second")
+    page.get_by_role("textbox", name="name or details contain").press("Enter")
+    page.get_by_role("link", name="second", exact=True).wait_for()
+    assert names(page) == ["second"]
+    page.close()
+
+
+def test_a_link_of_the_table_opens_the_page_of_a_run(browser: "Browser", address: str) -> None:
+    page = opened(browser, address, "runs")
+    page.get_by_role("link", name="first", exact=True).click()
+    page.get_by_role("heading", name="first").wait_for()
+    settled(page)
+    assert page.url.endswith("/run?run=runs%2Ffirst")
+    assert page.locator('[data-testid="stPlotlyChart"]').count() >= 5
+    page.close()
+
+
+def test_ticked_runs_are_compared(browser: "Browser", address: str) -> None:
+    page = opened(browser, address, "runs", "?show=runs")
+    for name in ("first", "second"):
+        page.get_by_role("checkbox", name=f"compare runs/{name}").check()
+    page.get_by_role("link", name="Compare 2 runs").click()
+    page.get_by_role("heading", name="2 runs").wait_for()
+    settled(page)
+    page.wait_for_function(
+        "document.querySelector('.js-plotly-plot')?.querySelectorAll('.scatterlayer .trace').length === 2"
+    )
+    page.get_by_role("tab", name="Configuration").click()
+    page.get_by_role("switch", name="all options").wait_for()
+    page.close()
+
+
+def test_a_metric_that_is_written_is_seen_on_both_pages(
+    browser: "Browser", address: str, served_root: Path
+) -> None:
+    """Within five seconds. Both pages wait for the value, which is far from all others."""
+    table, run = opened(browser, address, "runs"), opened(browser, address, "run", "?run=runs/now")
+    speed = run.locator('[data-testid="stMetric"]').filter(has_text="tokens/s").get_by_text("777,777")
+    assert speed.count() == 0
+    row = {**made_up.row(41), "tokens_per_second": 777_777.0}
+    with (served_root / "runs/now/metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    speed.wait_for(timeout=5000)
+    run.get_by_text("step 41 of 200").wait_for(timeout=5000)
+    table.locator(".runs td").get_by_text("777,777").wait_for(timeout=5000)
+    for page in (table, run):
+        settled(page)
+        page.close()
+
+
+def test_the_switch_changes_the_theme_of_every_page(browser: "Browser", address: str) -> None:
+    page = opened(browser, address, "runs")
+    background = "getComputedStyle(document.querySelector('[data-testid=stApp]')).backgroundColor"
+    assert page.evaluate(background) == "rgb(255, 255, 255)"
+    page.get_by_role("button", name="Dark theme").click()
+    page.wait_for_function(f"{background} === 'rgb(13, 17, 23)'")
+    page.goto(f"{address}/run?run=runs/first")  # a page with an address of its own
+    page.wait_for_function(f"{background} === 'rgb(13, 17, 23)'")
+    settled(page)
+    icon = page.locator(".modebar-btn path").first.evaluate("e => getComputedStyle(e).fill")
+    assert icon == "rgb(154, 164, 175)"
+    page.get_by_role("button", name="Theme of the system").click()
+    page.wait_for_function(f"{background} === 'rgb(255, 255, 255)'")
+    page.close()
+    dark = opened(browser, address, "runs", scheme="dark")
+    assert dark.evaluate(background) == "rgb(13, 17, 23)"
+    dark.close()
+
+
+def test_a_phone_shows_rows_as_cards(browser: "Browser", address: str) -> None:
+    page = opened(browser, address, "runs", size=PHONE)
+    page.get_by_role("combobox", name="sort by").select_option("bpb")
+    values = [float(text) for text in page.locator(".runs td.bpb").all_inner_texts() if text]
+    assert values == sorted(values)
+    assert page.locator(".runs thead").is_hidden() and fits(page)
+    page.close()
+
+
+def test_a_report_of_another_person_runs_no_script(
+    browser: "Browser", address: str, served_root: Path
+) -> None:
+    path = served_root / "runs/first/report.html"
+    path.write_text(
+        "<h1>Of the run</h1><script>document.body.textContent = 'ran'</script><img src='http://x.invalid'>"
+    )
+    page = browser.new_page()
+    refused: list[tuple[str, str | None]] = []
+    page.on("requestfailed", lambda request: refused.append((request.url, request.failure)))
+    page.goto(f"{address}/report?of=runs/first")
+    frame = page.frame_locator("iframe")
+    frame.get_by_role("heading", name="Of the run").wait_for()
+    assert frame.locator("body").inner_text().strip() == "Of the run"
+    assert ("http://x.invalid/", "csp") in refused
+    page.close()
+    path.unlink()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["runs", "run", "report"])
+def test_axe_finds_no_serious_fault(browser: "Browser", address: str, name: str, scheme: str) -> None:
+    assert name in {spec.name for spec in PAGES}
+    page = opened(browser, address, name, scheme=scheme)
+    assert serious_faults(page) == []
+    page.close()
+
+
+def serious_faults(page: "Page") -> list[str]:
+    """What axe-core calls serious or critical, except for `FAULTS_OF_STREAMLIT`."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed").Axe()
+    found = [
+        (rule["id"], node["html"])
+        for rule in axe.run(page).response["violations"]
+        if rule["impact"] in ("serious", "critical")
+        for node in rule["nodes"]
+    ]
+    return [
+        f"{rule}: {html}"
+        for rule, html in found
+        if not any(rule == known and html.startswith(start) for known, start in FAULTS_OF_STREAMLIT)
+    ]

@@ -1,0 +1,114 @@
+"""The rows of the table of runs and studies."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from deskside.dashboard import file_cache, run_table
+from deskside.dashboard.run_table import RUN, STUDY, TRIAL, RowFilter, TableRow
+from deskside.facts.power_and_prices import electricity_prices
+from tests.dashboard import made_up
+
+
+def rows(root: Path) -> dict[str, TableRow]:
+    return {row.name: row for row in file_cache.rows(file_cache.scan_result(str(root)), root)}
+
+
+def test_a_finished_run_has_the_numbers_of_its_summary(tmp_path: Path) -> None:
+    made_up.run(tmp_path / "runs/a", seed=2)
+    row = rows(tmp_path)["runs/a"]
+    assert (row.kind, row.status, row.progress, row.title) == (RUN, "finished", None, "a")
+    assert (row.bpb, row.tokens_per_second, row.mfu, row.seconds) == (
+        pytest.approx(1.12),
+        131072.0,
+        0.42,
+        30.0,
+    )
+    assert row.losses[-1] == made_up.row(60)["loss"] and len(row.losses) == run_table.SPARKLINE_POINTS
+
+
+def test_a_running_run_has_its_newest_numbers(tmp_path: Path) -> None:
+    with made_up.running(tmp_path / "runs/now", steps=40):
+        row = rows(tmp_path)["runs/now"]
+    assert (row.status, row.progress, row.bpb, row.seconds) == (
+        "running",
+        0.2,
+        made_up.row(40)["val_bpb"],
+        20.0,
+    )
+
+
+def test_broken_runs_have_rows_too(tmp_path: Path) -> None:
+    made_up.broken(tmp_path)
+    found = rows(tmp_path)
+    assert (
+        found["runs/half"].status == "interrupted"
+        and found["runs/garbage"].details == "a card that was made up"
+    )
+
+
+def test_a_study_has_the_numbers_of_its_best_arm(tmp_path: Path) -> None:
+    whole = made_up.study(tmp_path / "studies/made")
+    row = rows(tmp_path)["studies/made"]
+    means = {arm.id: arm.estimates["val_bpb"].mean for arm in whole.arms}
+    best = whole.arm(min(means, key=means.__getitem__))
+    assert best is not None and row.kind == STUDY and row.bpb == min(means.values())
+    assert row.tokens_per_second == best.estimates["tokens_per_second"].mean
+
+
+def test_a_trial_is_named_without_its_study(tmp_path: Path) -> None:
+    made_up.study(tmp_path / "studies/made")
+    made_up.run(tmp_path / "studies/made/runs/arm-s1")
+    row = rows(tmp_path)["studies/made/runs/arm-s1"]
+    assert (row.kind, row.title, run_table.study_of(row.name)) == (TRIAL, "arm-s1", "studies/made")
+
+
+def test_cost_is_the_power_at_the_wall_times_the_price(tmp_path: Path) -> None:
+    from deskside.facts.power_and_prices import host_watts, supply_efficiency
+
+    hours, cards = 2.0, 3
+    watts = (cards * 300.0 + host_watts().expected) / supply_efficiency().expected
+    expected = watts / 1000 * hours * electricity_prices()[0].usd
+    assert run_table.electricity(300.0, hours * 3600, cards) == pytest.approx(expected)
+    made_up.run(tmp_path / "a")
+    path = tmp_path / "a/metrics.jsonl"
+    without = [{**json.loads(line), "watts": None} for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in without))
+    assert rows(tmp_path)["a"].dollars is None
+
+
+@pytest.mark.parametrize(
+    ("row_filter", "expected"),
+    [
+        (RowFilter(), {"runs/fp8-one", "study"}),
+        (RowFilter(search="FP8 one"), {"runs/fp8-one"}),
+        (RowFilter(search="rtx 4090"), {"runs/fp8-one"}),
+        (RowFilter(kinds=frozenset((TRIAL,))), {"study/runs/t"}),
+        (RowFilter(statuses=frozenset(("running",))), {"study"}),
+        (RowFilter(search="4090 rtx"), set()),
+    ],
+)
+def test_filters(row_filter: RowFilter, expected: set[str]) -> None:
+    made = [
+        TableRow("runs/fp8-one", RUN, "bf16 · RTX 4090", "finished"),
+        TableRow("study", STUDY, "2 arms", "running"),
+        TableRow("study/runs/t", TRIAL, "fp8", "finished"),
+    ]
+    assert {row.name for row in made if row_filter.passes(row)} == expected
+
+
+def test_csv_has_all_digits_and_empty_cells_for_unknown_numbers() -> None:
+    made = [TableRow('a, "b"', RUN, "", "finished", bpb=1.0 / 3), TableRow("c", RUN, "", "finished")]
+    first, second = csv.DictReader(io.StringIO(run_table.to_csv(made)))
+    assert first["name"] == 'a, "b"' and float(first["bpb"]) == 1.0 / 3 and second["bpb"] == ""
+
+
+@pytest.mark.parametrize("length", [0, 1, 5, 33, 1000])
+def test_a_sparkline_is_short_and_ends_with_the_newest_loss(length: int) -> None:
+    losses = [float(length - i) for i in range(length)]
+    line = run_table.sparkline(losses)
+    assert len(line) == min(length - int(length * run_table.SPARKLINE_SKIPPED), run_table.SPARKLINE_POINTS)
+    assert line == tuple(sorted(line, reverse=True)) and (not losses or line[-1] == 1.0)
