@@ -28,7 +28,7 @@ from benchmarks.terminal_svg import Frame, Line, Run, svg
 from deskside.utils.machine import this_machine
 
 OUT = Path(__file__).parents[1] / "docs" / "images" / "cast.svg"
-COLUMNS, ROWS = 84, 34
+COLUMNS, ROWS = 84, 37
 PROMPT = "$ "
 TYPING, STEP = 0.9, 0.45  # seconds for which a command is typed, and between two frames of a long one
 SHOWN_SECONDS = 14.0  # at most, for the output of one command

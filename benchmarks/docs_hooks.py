@@ -27,6 +27,24 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Return a page with an empty line before each list and table.
+
+    GitHub, for which the pages are written too, lets them follow a paragraph at once; Python-Markdown does not.
+    """
+    lines: list[str] = []
+    in_code = False
+    for line in markdown.splitlines():
+        starts = re.match(r"(?:[-*] |\d+\. |\|)", line)
+        before = lines[-1] if lines else ""
+        in_paragraph = bool(before.strip()) and not re.match(r"(?:\s|[-*] |\d+\. |\||#|>)", before)
+        if starts and in_paragraph and not in_code:
+            lines.append("")
+        in_code ^= line.startswith("```")
+        lines.append(line)
+    return "\n".join(lines)
+
+
 def root_page(text: str) -> str:
     """Return a document of the repository's root with links that are right inside docs/."""
     return re.sub(r"\]\(docs/", "](", text)

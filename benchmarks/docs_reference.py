@@ -1,5 +1,6 @@
 """Reference pages from the code: the options of every command, and every key of the configuration."""
 
+import html
 import inspect
 import re
 from collections.abc import Iterator, Sequence
@@ -94,10 +95,14 @@ def _table(heading: str, arguments: Sequence[Argument]) -> list[str]:
 
 def _rows(arguments: Sequence[Argument]) -> Iterator[str]:
     for names, settings in arguments:
-        value = settings.get("metavar", "")
-        about = _escaped(settings["help"]).replace("|", "\\|")
-        shown = value.replace("|", "\\|")
-        yield f"| {', '.join(f'`{name}`' for name in names)} | {f'`{shown}`' if shown else ''} | {about} |"
+        value, about = settings.get("metavar", ""), _escaped(settings["help"]).replace("|", "\\|")
+        yield f"| {', '.join(map(_code, names))} | {_code(value) if value else ''} | {about} |"
+
+
+def _code(text: str) -> str:
+    """Return a key, an option or a value as code that may be broken after its punctuation, in a cell of a table."""
+    shown = re.sub(r"([._,|])", r"\1<wbr>", html.escape(text)).replace("|", "&#124;").replace("_", "&#95;")
+    return f'<code class="breaks">{shown}</code>'
 
 
 def _escaped(text: str) -> str:

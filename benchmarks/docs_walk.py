@@ -332,21 +332,21 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="Markdown file of the tables")
     parser.add_argument("--only", nargs="*", default=[], help="run only these pages")
     options = parser.parse_args()
+    todo = {path: steps(path.read_text("utf-8")) for path in pages()}  # all of them, before anything runs
     template = options.folder / "template"
     template.mkdir(parents=True)
     make_inputs(template)
     prepared = PageWalk(template, "template")
     prepared.run([Step("command", FIRST_RUN, FIRST_RUN)])
     wrong, tables = prepared.wrong, []
-    for path in pages():
+    for path, page_steps in todo.items():
         name = path.relative_to(ROOT).as_posix()
-        todo = steps(path.read_text("utf-8"))
-        if not todo or (options.only and name not in options.only):
+        if not page_steps or (options.only and name not in options.only):
             continue
         folder = options.folder / name.replace("/", "_")
         shutil.copytree(template, folder)
         walk = PageWalk(folder, name)
-        walk.run(todo)
+        walk.run(page_steps)
         wrong += walk.wrong
         tables += [
             f"## {name}",
