@@ -212,4 +212,4 @@ def _table(claims: Iterable[ClaimResult]) -> Table:
         )
         for claim in claims
     )
-    return Table(HEADER, rows)
+    return Table(HEADER, rows, stacked=True)
