@@ -100,7 +100,7 @@ def draw_bars(results: Results, group: Group, key: str) -> Plot | str:
         hatched += ", so this is not the speed of hardware with it." if key == SPEED else "."
     caption = (
         f"{metric.heading[0].upper()}{metric.heading[1:]}{f' ({metric.about})' if metric.about else ''}: mean and "
-        f"interval over seeds ({seeds_text([row.arm for row in rows], key)}). Darker bars: baselines."
+        f"interval over seeds ({seeds_text([row.arm for row in rows], key)}). Bars with more contrast: baselines."
         f"{hatched}{_clipped_note(data)} All values are measured."
     )
     caption += left_out_note(data.total, data.hidden)
@@ -305,7 +305,8 @@ def _set_axis(axes: Axes, axis: Axis, name: str) -> None:
     large = axis.range[1] >= 10_000
     ticks.set_major_formatter(EngFormatter(sep="") if large else StrMethodFormatter("{x:g}"))
     axes.set(**{f"{name}lim": axis.range})
-    ticks.set_label_text(one_line(axis.title, 60), fontsize=10.5)
+    columns, lines = (56, 1) if name == "x" else (30, 2)
+    ticks.set_label_text(wrapped(axis.title, columns, lines), fontsize=10.5)
 
 
 def _place_numbers(axes: Axes, data: ScatterChart) -> None:

@@ -58,8 +58,11 @@ def plan_blocks(record: RunRecord) -> list[Block]:
     if revisions := objects(plan.get("revisions")):
         blocks.append(Details(f"All revisions of the plan ({len(revisions)})", [_revision_table(revisions)]))
     stages = objects(plan.get("fit")) or [mapping(plan.get("fit"))]
+    dry_steps: list[Block] = []
     for stage_number, fit in enumerate(stages, start=1):
-        blocks += _dry_step_blocks(fit, f" of stage {stage_number}" if len(stages) > 1 else "")
+        dry_steps += _dry_step_blocks(fit, f" of stage {stage_number}" if len(stages) > 1 else "")
+    if dry_steps:
+        blocks.append(Details("Micro-batches, found by trial steps", dry_steps))
     return blocks + _choice_blocks(plan)
 
 
@@ -241,7 +244,7 @@ def _dry_step_blocks(fit: dict[str, Any], stage: str) -> list[Block]:
         keys = list(dict.fromkeys(key for attempt in attempts for key in attempt))
         rows = [[value_text(attempt.get(key)) for key in keys] for attempt in attempts]
         table = Table([_key_text(key) for key in keys], rows)
-        blocks.append(Details(f"Attempted micro-batches{stage} ({len(attempts)}, measured)", [table]))
+        blocks += [f"Attempted micro-batches{stage} ({len(attempts)}, measured):", table]
     return blocks
 
 

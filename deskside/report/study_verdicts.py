@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from deskside.report.document import Chip, Table
-from deskside.report.study_text import by_baseline, estimate_text, reason_missing, short_labels
+from deskside.report.study_text import NOT_ENOUGH, by_baseline, estimate_text, reason_missing, short_labels
 from deskside.run.record import number
 from deskside.study.results import NO_DIFFERENCE, TOO_FEW, Arm, Comparison, Group, Results
 from deskside.study.stats.metrics import PRIMARY, SPEED, metric_named
@@ -123,5 +123,7 @@ def _interval(comparison: Comparison) -> str:
         return "(exactly)"
     if low is None or high is None:
         return ""
-    interval = percent_range(low, high, min(percent_digits(comparison.relative), 2), signed=True)
-    return f"({interval})".replace(" ", "\u00a0")  # it stays on one line
+    interval = percent_range(low, high, min(percent_digits(low, high), 2), signed=True)
+    text = f"({interval})".replace(" ", "\u00a0")  # it stays on one line
+    excludes_zero = low > 0 or high < 0
+    return f"{text} {NOT_ENOUGH}" if comparison.verdict == NO_DIFFERENCE and excludes_zero else text
