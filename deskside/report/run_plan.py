@@ -207,7 +207,7 @@ def _comparison_table(record: RunRecord) -> Table:
         "planned (modelled)",
         *(("last revision (modelled)",) if last else ()),
         "measured",
-        "error of the plan",
+        "measured against plan",
     )
     rows = []
     for name, written, planned, revised, measured in quantities:
