@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 from matplotlib.ticker import EngFormatter
 
 from deskside.report.canvas import new_figure, one_line
@@ -90,14 +90,14 @@ def _heat_map(title: str, cells: list[list[float]], rows: list[str], row_label: 
     """Draw relative loads as shades of one color; 2 and more is the strongest."""
     columns = len(cells[0])
     figure, axes = new_figure(title, 0.9 + (0.26 if len(rows) <= MAX_ROWS else 0.12) * max(len(rows), 3))
-    for y, row in enumerate(cells):
-        for x, value in enumerate(row):
-            opacity = STRONGEST * min(value, 2.0) / 2.0
-            axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, color=BLUE, linewidth=0, alpha=opacity))
-            if columns <= MAX_TEXT_COLUMNS and len(rows) <= MAX_ROWS:
+    # One color with the load as its opacity is right on a light and a dark page, and is one image for all cells.
+    opacity = STRONGEST * np.clip(np.array(cells), 0.0, 2.0) / 2.0
+    color = np.broadcast_to(to_rgb(BLUE), (*opacity.shape, 3))
+    axes.imshow(np.dstack([color, opacity]), aspect="auto", interpolation="none")
+    if columns <= MAX_TEXT_COLUMNS and len(rows) <= MAX_ROWS:
+        for y, row in enumerate(cells):
+            for x, value in enumerate(row):
                 axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=9, color=INK)
-    axes.set_xlim(-0.5, columns - 0.5)
-    axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel("expert", fontsize=10.5)
     axes.set_ylabel(row_label, fontsize=10.5)
     if len(rows) <= MAX_ROWS:

@@ -72,7 +72,8 @@ def test_the_command_has_a_line_about_experts(tmp_path: Path, capsys: pytest.Cap
     folder = make_run(tmp_path / "demo")
     add_experts(folder)
     assert main(["report", str(folder)]) == 0
-    path, line = capsys.readouterr().out.splitlines()
-    assert path.endswith("report.html") and "1.50" in line and "2 layers" in line
+    streams = capsys.readouterr()
+    assert streams.out.strip().endswith("report.html") and streams.out.count("\n") == 1
+    assert "1.50" in streams.err and "2 layers" in " ".join(streams.err.split())
     assert main(["report", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["experts"] == {"step": 200, "load_imbalance": 1.5}
