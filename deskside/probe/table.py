@@ -18,7 +18,7 @@ from deskside.utils.printer import Cell, Printer
 TOKENS_PER_PARAMETER = 20
 DAY = 86400.0
 SPEED_COLUMNS = (
-    "shape", "size", "seq", "micro x acc", "tokens per s", "spread", "step ms", "MFU", "GiB of reserved", "W", "",
+    "shape", "size", "seq", "micro x acc", "tokens per s", "spread", "step ms", "MFU", "GiB alloc /reserved", "W", "",
 )  # fmt: skip
 
 
