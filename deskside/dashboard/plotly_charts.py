@@ -58,9 +58,14 @@ def wrap_label(text: str, width: int = 28) -> str:
 
 
 def unique_labels(arms: Sequence[Arm]) -> dict[str, str]:
-    """Return arm id -> label. Arms with equal labels get their ids instead."""
+    """Return arm id -> label. Equal labels are numbered: "same (1)", "same (2)"."""
     labels = [arm.label for arm in arms]
-    return {arm.id: arm.label if labels.count(arm.label) == 1 else arm.id for arm in arms}
+    return {
+        arm.id: arm.label
+        if labels.count(arm.label) == 1
+        else f"{arm.label} ({labels[:place].count(arm.label) + 1})"
+        for place, arm in enumerate(arms)
+    }
 
 
 def rows_height(labels: Collection[str]) -> int:

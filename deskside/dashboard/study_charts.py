@@ -57,6 +57,7 @@ OUTCOMES = {
     "open": ("no difference shown", GREY, "circle-open"),
     "one seed": ("one seed, no interval", GREY, "x-thin-open"),
 }
+VALUE_WIDTH = 76  # pixels of the column of values at the right of a bar chart
 SCATTER_HEIGHT = 500  # pixels
 # Pixels of the plot in it, without axes and legend: on a phone, and on a screen from WIDE_SCREEN on.
 NARROW, WIDE = (265.0, 345.0), (700.0, 395.0)
@@ -125,9 +126,6 @@ def bars(results: Results, key: str, limit: tuple[float, str] | None = None) -> 
         type="category", categoryorder="array", categoryarray=labels, autorange="reversed", showgrid=False
     )
     return figure
-
-
-VALUE_WIDTH = 76  # pixels of the column of values at the right of a bar chart
 
 
 def _add_values(figure: go.Figure, values: Sequence[tuple[str, str]]) -> None:
@@ -216,26 +214,7 @@ def trade_off(results: Results, x_key: str, y_key: str, factor: Factor | None = 
     if data is None:
         return None
     figure = go.Figure()
-    on_front = [point for point in data.points if point.on_front]
-    if data.staircase:
-        x, y = zip(*data.staircase, strict=True)
-        shape = "hv" if data.x.better == "lower" else "vh"
-        line = {"color": GREY, "dash": "dot", "width": 1.5, "shape": shape}
-        figure.add_scatter(x=x, y=y, mode="lines", line=line, hoverinfo="skip", showlegend=False)
-    if on_front:
-        figure.add_scatter(
-            x=[point.x.mean for point in on_front],
-            y=[point.y.mean for point in on_front],
-            mode="markers",
-            name=ON_FRONT,
-            marker={
-                "size": [2 * _radius(point) + 9 for point in on_front],
-                "symbol": "circle-open",
-                "color": EDGE_COLOR,
-                "line": {"width": 1.5},
-            },
-            hoverinfo="skip",
-        )
+    _add_front(figure, data)
     for index, (level, points) in enumerate(_by_level(data, factor).items()):
         symbol = SYMBOLS[index % len(SYMBOLS)]
         figure.add_scatter(
@@ -263,11 +242,36 @@ def trade_off(results: Results, x_key: str, y_key: str, factor: Factor | None = 
         figure, [point.y for point in data.points], [point.x.mean for point in data.points], vertical=True
     )
     _add_labels(figure, results, data)
-    apply_layout(figure, SCATTER_HEIGHT, showlegend=factor is not None or bool(on_front))
+    legend = factor is not None or any(point.on_front for point in data.points)
+    apply_layout(figure, SCATTER_HEIGHT, showlegend=legend)
     figure.update_layout(legend={"title": {"text": factor.label if factor is not None else ""}})
     set_axis(figure.update_xaxes, data.x)
     set_axis(figure.update_yaxes, data.y)
     return figure
+
+
+def _add_front(figure: go.Figure, data: ScatterChart) -> None:
+    """Draw rings around the points of the Pareto front, and its line if it is a front in the metrics of the axes."""
+    on_front = [point for point in data.points if point.on_front]
+    if data.staircase:
+        x, y = zip(*data.staircase, strict=True)
+        shape = "hv" if data.x.better == "lower" else "vh"
+        line = {"color": GREY, "dash": "dot", "width": 1.5, "shape": shape}
+        figure.add_scatter(x=x, y=y, mode="lines", line=line, hoverinfo="skip", showlegend=False)
+    if on_front:
+        figure.add_scatter(
+            x=[point.x.mean for point in on_front],
+            y=[point.y.mean for point in on_front],
+            mode="markers",
+            name=ON_FRONT,
+            marker={
+                "size": [2 * _radius(point) + 9 for point in on_front],
+                "symbol": "circle-open",
+                "color": EDGE_COLOR,
+                "line": {"width": 1.5},
+            },
+            hoverinfo="skip",
+        )
 
 
 def _radius(point: ScatterPoint) -> float:
