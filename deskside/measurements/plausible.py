@@ -1,6 +1,6 @@
 """Checks of a card report against the data sheet of its card: what is physically impossible is refused.
 
-The limits leave room for what owners do to a card. Large BF16 products of 27 desktop and data-centre cards reach at
+The limits leave room for what owners do to a card. Large BF16 products of 30 desktop and data-centre cards reach at
 most 1.13 of the data sheet (facts/gpus.csv), because most cards boost above their specified clock. A laptop's depends
 on the power that its maker allows, up to 1.7. A power limit slows a card to a fraction of its data sheet, but not to a
 twentieth, which is how a wrong unit shows.

@@ -54,7 +54,7 @@ FEW_ROWS = 5
 # are within 22 %, and the worst is 36.5 % off (benchmarks/planner_published.py).
 UNKNOWN_SPREAD = 0.40
 # At least this for a card that others measured. Their drivers, coolers and power limits differ: large products on cards
-# of one name are within 6 % of their middle in gpus.csv (column measured_source), except one RTX 5090 that is 23 % off.
+# of one name are within 7 % of their middle in gpus.csv (column measured_source), except one RTX 5090 that is 23 % off.
 REPORTED_SPREAD = 0.15
 MEMORY_SPREAD = {"measured": 0.05, "reported": 0.10, "published": 0.10}
 MIN_FACTOR = 0.1  # lower bound of a fitted factor
