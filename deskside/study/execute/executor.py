@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+from deskside.study.execute.attempt_lock import attempt_lock, is_idle
 from deskside.study.execute.devices import Device
 from deskside.study.execute.trial_process import TrialEnd, TrialJob, TrialProcess
 
@@ -38,7 +39,7 @@ class Executor(Protocol):
 
 
 class LocalExecutor:
-    """Runs trials as child processes. All earlier attempts have ended when it starts: see `StudyFolder.lock`."""
+    """Runs trials as child processes. Earlier ones on this machine have ended when it starts (`StudyFolder.lock`)."""
 
     def __init__(self, devices: Sequence[Device]):
         self._devices = tuple(devices)
@@ -47,7 +48,9 @@ class LocalExecutor:
         return self._devices
 
     def wait_until_idle(self, run: Path) -> None:
-        pass
+        if not is_idle(run):  # the study ran on a cluster before
+            with attempt_lock(run):
+                pass
 
     def start(self, job: TrialJob, device: Device, lock: int | None) -> RunningTrial:
         return TrialProcess(job, device.environment, lock)

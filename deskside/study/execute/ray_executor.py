@@ -11,20 +11,19 @@ A new attempt waits for this lock.
 """
 
 import contextlib
-import fcntl
 import os
 import socket
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from deskside.study.execute.attempt_lock import attempt_lock, is_idle
 from deskside.study.execute.devices import THREADS, Device
 from deskside.study.execute.trial_process import (
     LOST,
     OUTCOME_FILE,
-    SAVE_TIMEOUT,
     STOPPED,
     Progress,
     TrialEnd,
@@ -71,7 +70,7 @@ class Supervisor:
                 f"the same path"
             )
         os.chdir(folder)  # relative paths in the configuration are relative to it
-        with _attempt_lock(Path(job.run)) as lock:
+        with attempt_lock(Path(job.run)) as lock:
             if self._stop_requested:
                 return TrialEnd(STOPPED, "stopped with the study", 0.0)
             self._process = TrialProcess(job, environment, lock)
@@ -144,7 +143,7 @@ class RayTrial:
                     self._lost = reason
                     raise RunError(reason)
                 return TrialEnd(status, reason, seconds)
-        if not _is_idle(self._run):
+        if not is_idle(self._run):
             return None  # the old process still saves
         seconds = time.monotonic() - self._started
         outcome = read_outcome(self._run)
@@ -228,7 +227,7 @@ class RayExecutor:
         return [device for device in self._devices if self._avoided.get(device.name, 0.0) <= now]
 
     def wait_until_idle(self, run: Path) -> None:
-        with _attempt_lock(run):
+        with attempt_lock(run):
             pass
 
     def start(self, job: TrialJob, device: Device, lock: int | None) -> RayTrial:
@@ -262,39 +261,6 @@ class RayExecutor:
                 }
         if not self._devices:
             raise RunError("no node of the Ray cluster can run a trial: none is alive, or they have no CPUs")
-
-
-def _lock_file(run: Path) -> Path:
-    """Return the file that a trial's process holds a lock on. It is not in the run directory, which may be deleted."""
-    return run.parent / f".{run.name}.lock"
-
-
-@contextlib.contextmanager
-def _attempt_lock(run: Path) -> Iterator[int]:
-    """Wait for the lock of a run and yield its descriptor. Raises RunError after SAVE_TIMEOUT."""
-    deadline = time.monotonic() + SAVE_TIMEOUT
-    _lock_file(run).parent.mkdir(parents=True, exist_ok=True)
-    with _lock_file(run).open("w") as file:
-        while not _locked(file.fileno()):
-            if time.monotonic() > deadline:
-                raise RunError(f"{run}: a process of an earlier attempt is still running; end it first")
-            time.sleep(POLL_SECONDS)
-        yield file.fileno()
-
-
-def _is_idle(run: Path) -> bool:
-    """Return True if no process holds the lock of a run."""
-    with _lock_file(run).open("w") as file:
-        return _locked(file.fileno())
-
-
-def _locked(descriptor: int) -> bool:
-    """Lock a file and return True, or return False if another process holds the lock."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _first_line(error: Exception) -> str:

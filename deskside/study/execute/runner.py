@@ -94,6 +94,7 @@ class Runner:
             run, history = self.folder.run(arm.id, seed), self.journal.history(arm.id, seed)
             if history.attempts and history.status not in FINAL:
                 # The study was killed while the trial ran, or the trial was stopped and then resumed outside the study.
+                self.executor.wait_until_idle(run)
                 status, reason = read_outcome(run) or ("", "")
                 if status in FINAL:
                     self.journal.ended(arm.id, seed, status, reason, None)

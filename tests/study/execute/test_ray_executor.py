@@ -17,7 +17,9 @@ import pytest
 
 from deskside.cli.main import main
 from deskside.study import results as files
-from deskside.study.execute.ray_executor import UNUSABLE, RayExecutor, Supervisor, _is_idle
+from deskside.study.execute.attempt_lock import attempt_lock, is_idle
+from deskside.study.execute.executor import LocalExecutor
+from deskside.study.execute.ray_executor import UNUSABLE, RayExecutor, Supervisor
 from deskside.study.execute.study_folder import StudyFolder
 from deskside.study.execute.trial_process import TrialJob
 from deskside.utils.errors import RunError
@@ -97,10 +99,10 @@ def test_the_supervisor_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(outcome, supervisor)
         wait_for((run / fake_trials.GONE).exists)
-        assert not _is_idle(run)
+        assert not is_idle(run)
         supervisor.stop()
         assert running.result() == ("stopped", "stopped by SIGTERM")
-    assert _is_idle(run)
+    assert is_idle(run)
     assert outcome(supervisor) == ("stopped", "stopped with the study"), (
         "a trial that was stopped does not start"
     )
@@ -167,6 +169,20 @@ def checkpoints(study: Path, event: dict[str, Any]) -> list[Path]:
     return [
         path for path in (run / "checkpoints").glob("step-*") if re.fullmatch(r"step-0*[1-9]\d+", path.name)
     ]
+
+
+def test_this_machine_waits_for_a_process_on_another(tmp_path: Path) -> None:
+    """A study that ran on a cluster may be resumed without it, while a lost process still saves."""
+    run = tmp_path / "runs" / "a-s1"
+    executor = LocalExecutor([])
+    executor.wait_until_idle(run)
+    assert list(tmp_path.iterdir()) == []
+    with ThreadPoolExecutor(1) as pool:
+        with attempt_lock(run):
+            waiting = pool.submit(executor.wait_until_idle, run)
+            time.sleep(0.3)
+            assert not waiting.done()
+        waiting.result(timeout=10)
 
 
 def wait_for(condition: Any, seconds: float = 240.0) -> Any:
