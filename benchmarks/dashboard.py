@@ -104,7 +104,7 @@ def timed(runs: int) -> dict[str, float]:
         )
         command = time.perf_counter()
         times: dict[str, float] = {}
-        with serving(root) as address:
+        with made_up.running(root / "runs/live"), serving(root) as address:
             times["server answers"] = time.perf_counter() - command
             for label, path, drawn in pages:
                 page = browser.new_page(viewport=SIZES["desktop"])  # type: ignore[arg-type]
@@ -115,7 +115,22 @@ def timed(runs: int) -> dict[str, float]:
                 times[label] = time.perf_counter() - begun
                 times.setdefault("from the command to the first page", time.perf_counter() - command)
                 page.close()
+            times["a metric that is written is seen"] = seen_after(browser, address, root / "runs/live")
         return times
+
+
+def seen_after(browser: Browser, address: str, run: Path) -> float:
+    """Return the seconds from writing a step to a run's metrics until the open page of the run shows it."""
+    page = browser.new_page(viewport=SIZES["desktop"])  # type: ignore[arg-type]
+    page.goto(f"{address}/run?run=runs/{run.name}")
+    page.get_by_text("step 40 of 200").wait_for(timeout=60_000)
+    settle(page)
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(made_up.row(41)) + "\n")
+    begun = time.perf_counter()
+    page.get_by_text("step 41 of 200").wait_for()
+    page.close()
+    return time.perf_counter() - begun
 
 
 def screenshots(folder: Path, of: Path | None) -> None:

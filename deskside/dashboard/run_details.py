@@ -37,10 +37,11 @@ def key_numbers(row: TableRow, newest: Mapping[str, float]) -> dict[str, str | N
     def shown(value: float | None, form: str) -> str | None:
         return None if value is None else format(value, form)
 
-    quality = {"bits per byte": shown(row.bpb, ".4f")}
-    if row.bpb is None and "val_accuracy" in newest:
+    bpb = row.bpb if row.bpb is not None else newest.get("val_bpb")
+    quality = {"bits per byte": shown(bpb, ".4f")}
+    if bpb is None and "val_accuracy" in newest:
         quality = {"held-out accuracy": shown(newest["val_accuracy"], ".1%")}
-    elif row.bpb is None and "val_reward" in newest:
+    elif bpb is None and "val_reward" in newest:
         quality = {"held-out reward": shown(newest["val_reward"], ".3f")}
     return {
         **quality,

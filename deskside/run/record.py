@@ -20,7 +20,7 @@ from deskside.utils.parsing import Unreadable, json_value
 MAX_NUMBER = 1e200  # a larger value must be damage, and would overflow the arithmetic of a plot
 TAIL_BYTES = 2**16  # about 200 rows of metrics.jsonl
 SAMPLE_BYTES = 2**10  # read for one row of a sample of metrics.jsonl; a row has about 300
-SAMPLE_TAIL_BYTES = 2**13
+SAMPLE_TAIL_BYTES = 2**12
 LANGUAGE_METRIC = "val_bpb/"  # before a language's name: the metric of its validation bits per byte
 MISSING = "is missing"
 FILES = {  # each file with what follows if it is missing
@@ -282,10 +282,10 @@ def sample_metrics(path: Path, samples: int) -> MetricsLog:
     try:
         with (path / "metrics.jsonl").open("rb") as file:
             size = os.fstat(file.fileno()).st_size
-            if size <= samples * SAMPLE_BYTES:
-                return read_metrics(path)
-            lines = []
-            for index in range(samples):
+            lines = file.read().split(b"\n") if size <= samples * SAMPLE_BYTES else []
+            if lines:
+                lines = [lines[i * len(lines) // samples] for i in range(samples)]
+            for index in range(0 if lines else samples):
                 file.seek(index * (size - SAMPLE_BYTES) // samples)
                 block = file.read(SAMPLE_BYTES).split(b"\n")
                 lines += block[:1] if index == 0 else block[1:2] if len(block) > 2 else []

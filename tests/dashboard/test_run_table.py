@@ -27,7 +27,8 @@ def test_a_finished_run_has_the_numbers_of_its_summary(tmp_path: Path) -> None:
         0.42,
         30.0,
     )
-    assert row.losses[-1] == made_up.row(60)["loss"] and len(row.losses) == run_table.SPARKLINE_POINTS
+    assert row.losses[-1] == made_up.row(60)["loss"]
+    assert 30 <= len(row.losses) <= run_table.SPARKLINE_POINTS
 
 
 def test_a_running_run_has_its_newest_numbers(tmp_path: Path) -> None:

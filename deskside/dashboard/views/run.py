@@ -103,7 +103,7 @@ def _draw_head(context: Context, chosen: Mapping[str, FoundRun]) -> None:
     details = [row.details, f"started {row.created[:16].replace('T', ' ')} UTC" if row.created else ""]
     st.caption(" · ".join(literal(part) for part in [*details, *record.problems, log.problem] if part))
     with st.container(horizontal=True):
-        numbers = key_numbers(row, newest_values(log.rows))
+        numbers = key_numbers(row, newest_values(file_cache.metrics(run.path).rows))
         for label, value in numbers.items():
             if value is not None:
                 st.metric(label, value, width="content")

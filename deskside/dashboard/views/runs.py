@@ -85,7 +85,9 @@ def _row_data(row: TableRow) -> dict[str, Any]:
         "details": row.details,
         "page": "study" if row.kind == STUDY else "run",
         "status": row.status,
-        "losses": row.losses,
+        "losses": [
+            float(f"{loss:.4g}") for loss in row.losses
+        ],  # all digits would make the page twice as large
         "values": {
             **{
                 key: getattr(row, key)
