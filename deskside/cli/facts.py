@@ -122,7 +122,9 @@ def _show_reports(printer: Printer, card: str, entries: Sequence[Reported]) -> N
                 f"{point.micro_tokens:,}",
                 f"{point.precision}, {point.optimizer}{again}",
                 f"{median:,.0f}",
-                f"{100 * (low / median - 1):+.0f} to {100 * (high / median - 1):+.0f} %",
+                f"{100 * (low / median - 1):+.0f} to {100 * (high / median - 1):+.0f} %"
+                if low < high
+                else "",
                 str(speed.reports),
             ]
         )

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import datetime
 import json
 import math
 import os
@@ -243,6 +244,16 @@ def test_a_plan_without_a_probe_uses_the_reports(tmp_path: Path, capsys: pytest.
     assert "rates reported: 4 points in 1 report" in plan("h200", "--details")
     assert any("1 report by other owners" in note for note in after["notes"])
     assert plan("h100 sxm", "--json")["bands"] == other["bands"]
+
+
+def test_the_table_of_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every report in it would be accepted again, and is of the card that it stands under."""
+    monkeypatch.undo()
+    cards = reported_cards()
+    assert "H200 SXM" in cards
+    for card in cards:
+        for entry in reported_for(card):
+            assert check_report(entry.report, datetime.date.today()).name == card
 
 
 def test_a_card_has_a_limited_number_of_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
