@@ -49,7 +49,7 @@ def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as error:
         run(["prepare", "--help"])
     assert error.value.code == 0
-    assert "Example: deskside data prepare" in capsys.readouterr().out
+    assert "deskside data prepare corpus/*.jsonl.gz --val held.jsonl" in capsys.readouterr().out
     with pytest.raises(UsageError, match=r"SOURCE\.\.\. is missing"):
         run(["prepare", "--out", str(tmp_path / "x")])
     with pytest.raises(UsageError, match="not a prepared data set"):
