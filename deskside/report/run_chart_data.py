@@ -24,6 +24,7 @@ class RunChart:
         from_zero: True if the y axis begins at zero.
         log: True if the y axis may be logarithmic.
         rare: True if few steps log the metric, so that each is drawn as a mark.
+        objective: True if only preference training or training by rewards logs the metric.
     """
 
     key: str
@@ -33,18 +34,26 @@ class RunChart:
     from_zero: bool = False
     log: bool = False
     rare: bool = False
+    objective: bool = False
 
 
 CHARTS = (
     RunChart("loss", "Training loss", "nats per token", log=True),
     RunChart("val_bpb", "Validation loss", "bits per byte", noisy=False, log=True, rare=True),
-    RunChart("val_accuracy", "Preference accuracy, held out", "share of pairs", noisy=False, rare=True),
-    RunChart("val_reward", "Mean reward, held out", "", noisy=False, rare=True),
-    RunChart("reward", "Mean reward of a step's answers"),
-    RunChart("accuracy", "Preference accuracy of a step", "share of pairs"),
-    RunChart("margin", "Margin between chosen and rejected answers", "implicit reward"),
-    RunChart("entropy", "Entropy of the policy", "nats per token"),
-    RunChart("answer_tokens", "Length of answers", "tokens"),
+    RunChart(
+        "val_accuracy",
+        "Preference accuracy, held out",
+        "share of pairs",
+        noisy=False,
+        rare=True,
+        objective=True,
+    ),
+    RunChart("val_reward", "Mean reward, held out", noisy=False, rare=True, objective=True),
+    RunChart("reward", "Mean reward of a step's answers", objective=True),
+    RunChart("accuracy", "Preference accuracy of a step", "share of pairs", objective=True),
+    RunChart("margin", "Margin between chosen and rejected answers", "implicit reward", objective=True),
+    RunChart("entropy", "Entropy of the policy", "nats per token", objective=True),
+    RunChart("answer_tokens", "Length of answers", "tokens", objective=True),
     RunChart("lr", "Learning rate", noisy=False, from_zero=True, log=True),
     RunChart("grad_norm", "Gradient norm", "before clipping", log=True),
     RunChart("tokens_per_second", "Speed", "tokens/s", from_zero=True),
