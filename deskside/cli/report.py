@@ -72,6 +72,6 @@ def run(argv: Sequence[str]) -> int:
         if load is not None:
             say(
                 f"experts: the largest load is {load.imbalance:.2f} times the even share, mean of {len(load.load_LE)} "
-                f"layers at step {load.step:,} (measured); no token is dropped"
+                f"layers at step {load.step:,} (measured); {load.dropped_text}"
             )
     return 0

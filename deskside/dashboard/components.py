@@ -159,8 +159,8 @@ def expert_charts(
         figure = plotly_charts.expert_heat_map(load.relative_LE, layers, "layer")
         chart(figure, f"experts-{key}", f"load of the experts of {record.name} by layer")
         st.caption(
-            f"Load of each expert at step {load.step:,} divided by the even share: 1 is even. No token is dropped. "
-            "Measured."
+            f"Load of each expert at step {load.step:,} divided by the even share: 1 is even; "
+            f"{load.dropped_text}. Measured."
         )
     with right:
         points = [

@@ -12,15 +12,15 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from deskside.report import colors
 from deskside.report.chart_data import Axis, Interval, log_ticks
 from deskside.study.results import Arm
 from deskside.utils.format import tick_text
 
-BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, GREY = (
-    "#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#7f7f7f",
-)  # fmt: skip
+BLUE, ORANGE, GREEN = colors.BLUE, colors.ORANGE, colors.GREEN
+VERMILION, PURPLE, SKY = colors.VERMILION, colors.PURPLE, colors.SKY
+GREY, EDGE_COLOR, TEXT_COLOR = "#7f7f7f", "#333333", colors.GREY
 COLORS = (BLUE, ORANGE, GREEN, VERMILION, PURPLE, SKY, GREY)
-EDGE_COLOR, TEXT_COLOR = "#333333", "#57606a"
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 SYMBOLS = ("circle", "square", "diamond", "triangle-up", "x", "cross", "star", "pentagon")
 MAX_TEXT_COLUMNS = 16  # cells of a heat map have their number if there are at most so many columns

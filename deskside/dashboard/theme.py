@@ -6,6 +6,8 @@ from typing import Any
 
 import streamlit as st
 
+from deskside.report.colors import DARK_FIGURE_COLORS
+
 # Backgrounds and texts keep a contrast of at least 4.5:1 (WCAG 2.2), also for captions.
 LIGHT = {
     "primaryColor": "#0069A6",
@@ -27,15 +29,9 @@ DARK = {
 }
 # Charts are built in the first color of each pair, and drawn in the second one on a dark background.
 DARK_CHART_COLORS = {
-    "#0072B2": "#4AA8E8",
-    "#E69F00": "#F0B429",
-    "#009E73": "#2DC296",
-    "#D55E00": "#F5834B",
-    "#CC79A7": "#E39AC2",
-    "#56B4E9": "#8FD0F7",
+    **DARK_FIGURE_COLORS,
     "#7f7f7f": "#9aa4af",
     "#333333": "#c9d1d9",
-    "#57606a": "#9aa4af",
     "black": "#e6edf3",
 }
 STYLE = """<style>

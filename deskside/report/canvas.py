@@ -21,6 +21,7 @@ from deskside.utils.format import printable
 WIDTH, DPI = 5.2, 72  # inches, dots per inch: a dot is a CSS pixel
 
 HATCH = "////"
+STRONGEST = 0.6  # opacity of the strongest cell of a heat map, on which text stays readable
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter, StrMethodFormatter
 
-from deskside.report.canvas import HATCH, Plot, new_figure, one_line, row_inches, wrapped
+from deskside.report.canvas import HATCH, STRONGEST, Plot, new_figure, one_line, row_inches, wrapped
 from deskside.report.chart_data import (
     CLIPPED,
     Axis,
@@ -41,7 +41,6 @@ HEAT_LEGEND = (
     "Blue: better; orange: worse; a stronger color: a larger difference. In brackets: no difference shown, or too few "
     "seeds to say. All values are measured."
 )
-STRONGEST = 0.6  # opacity of the cell with the largest difference; its text stays readable
 Cell = tuple[float | None, str]  # (how much worse than the baseline, None if unknown; text)
 
 

@@ -15,6 +15,16 @@ def parameters(record: RunRecord) -> float | None:
     return number(mapping(found).get("total")) if isinstance(found, dict) else number(found)
 
 
+def objective(record: RunRecord) -> str:
+    """Return sft, dpo, kto or grpo, or "" for pretraining."""
+    return text(record.summary.get("objective")) or text(mapping(record.config.get("align")).get("name"))
+
+
+def loss_unit(record: RunRecord) -> str:
+    """Return the unit of a run's losses: only a mean of -ln p over tokens has one, so "" for DPO, KTO and GRPO."""
+    return "nats per token" if objective(record) in ("", "sft") else ""
+
+
 def trained(record: RunRecord) -> str:
     """Return a sentence like "164M parameters, trained on 10M tokens in 39.1 s on NVIDIA H200."; "" if not known."""
     size, tokens, seconds = (
@@ -46,8 +56,10 @@ def _objective_result(record: RunRecord) -> str | None:
         earlier = "" if initial is None else f", {initial:{number_format}} before the first step"
         return f"{template.format(format(final, number_format))}{earlier} (measured, {better} is better)."
 
-    if text(record.summary.get("objective")) == "sft" and number(before.get("val_loss")) is not None:
+    if objective(record) == "sft" and number(before.get("val_loss")) is not None:
         return result("val_loss", ".3f", "{} nats per assistant token of held-out conversations", "lower")
+    if objective(record) == "kto":
+        return result("val_loss", ".3f", "KTO loss {} on held-out answers", "lower")
     return result(
         "val_accuracy", ".1%", "{} of held-out preference pairs ranked correctly", "higher"
     ) or result("val_reward", ".3f", "Mean reward {} on held-out questions", "higher")
@@ -100,7 +112,7 @@ def _quality(record: RunRecord) -> list[KeyNumber]:
     found = (
         ("val_accuracy", "held-out pairs ranked correctly", ".1%"),
         ("val_reward", "mean reward, held-out questions", ".3f"),
-        ("val_loss", "validation loss, nats per token", ".3f"),
+        ("val_loss", ", ".join(filter(None, ("validation loss", loss_unit(record)))), ".3f"),
     )
     before = mapping(summary.get("before"))
     numbers = []

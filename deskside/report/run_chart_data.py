@@ -122,16 +122,16 @@ def smoothed(values: Sequence[float], weight: float) -> list[float]:
 
 
 def thinned(points: Curve, most: int = MAX_POINTS) -> Curve:
-    """Return at most `most` of the points: the lowest and the highest of each interval, so that no spike is lost."""
+    """Return at most `most` of the points: the ends, and the lowest and highest of each interval with its spikes."""
     if len(points) <= most:
         return points
-    intervals = most // 2
-    kept = []
+    intervals = most // 2 - 1
+    kept = [points[0]]
     for index in range(intervals):
         part = range(index * len(points) // intervals, (index + 1) * len(points) // intervals)
-        ends = {min(part, key=lambda i: points[i][1]), max(part, key=lambda i: points[i][1])}
-        kept += [points[i] for i in sorted(ends)]
-    return [*kept[:-1], points[-1]]
+        extremes = {min(part, key=lambda i: points[i][1]), max(part, key=lambda i: points[i][1])}
+        kept += [points[i] for i in sorted(extremes - {0, len(points) - 1})]
+    return [*kept, points[-1]]
 
 
 def clipped_top(values: Sequence[float]) -> float | None:

@@ -8,7 +8,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter
 
-from deskside.report.canvas import new_figure, one_line
+from deskside.report.canvas import STRONGEST, new_figure, one_line
 from deskside.report.colors import BLUE, INK, PALE
 from deskside.report.curve_data import running_median
 from deskside.report.document import Block, Image, Table
@@ -25,7 +25,6 @@ from deskside.run.record import RunRecord
 LAYERS, IMBALANCE, LANGUAGES = "expert_load.svg", "load_imbalance.svg", "expert_languages.svg"
 MAX_TEXT_COLUMNS = 16  # cells have their number if there are at most so many columns
 MAX_ROWS = 48  # more rows have no label each
-STRONGEST = 0.6  # opacity of a cell of twice the even share or more; its text stays readable
 LEGEND = "1 is an even share: a stronger color is a larger load; all values are measured."
 
 

@@ -11,6 +11,7 @@ from deskside.report.chart_data import LOG_RATIO
 from deskside.report.colors import BLUE, INK, PALE, PAPER, VERMILION
 from deskside.report.curve_data import running_median
 from deskside.report.document import Image
+from deskside.report.run_answer import loss_unit
 from deskside.report.run_chart_data import CHARTS, RunChart, clipped_top
 from deskside.report.svg import save
 from deskside.run.record import RunRecord, number, series
@@ -46,7 +47,7 @@ def draw(record: RunRecord, folder: Path) -> tuple[list[Image], list[str]]:
                 missing.append(f"No chart of {chart.title.lower()}: it was not logged.")
             continue
         figure, axes = new_figure(chart.title, HEIGHT)
-        axes.set_ylabel(chart.unit, fontsize=10.5)
+        axes.set_ylabel(loss_unit(record) if chart.key == "loss" else chart.unit, fontsize=10.5)
         caption = (_draw_evaluations if chart.rare else _draw_metric)(record, axes, chart)
         _label_axes(axes, record)
         path = folder / f"{FILE_NAMES.get(chart.key, chart.key)}.svg"

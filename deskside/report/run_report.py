@@ -18,7 +18,7 @@ from deskside.report.document import (
     Section,
     Table,
 )
-from deskside.report.run_answer import opening, parameters, trained, verdict
+from deskside.report.run_answer import loss_unit, opening, parameters, trained, verdict
 from deskside.report.run_plan import plan_blocks, provenance_rows, recipe_used
 from deskside.run.record import RunRecord, flatten, mapping, number, objects, text
 from deskside.utils.format import UNKNOWN, count, elapsed, plural, value_text
@@ -90,8 +90,8 @@ def commands(record: RunRecord) -> list[str]:
 def _results_table(record: RunRecord) -> Table:
     summary = record.summary
 
-    def nats(value: float | None) -> str:
-        return UNKNOWN if value is None else f"{value:.4f} nats per token"
+    def loss(value: float | None) -> str:
+        return UNKNOWN if value is None else f"{value:.4f} {loss_unit(record)}".rstrip()
 
     mfu, memory = record.newest("mfu", "mfu"), record.newest("peak_memory_gib", "memory_gib")
     loss_before = number(mapping(summary.get("before")).get("val_loss"))
@@ -99,13 +99,13 @@ def _results_table(record: RunRecord) -> Table:
     clock = text(summary.get("clock")) or text(record.plan.get("clock"))
     rows = [
         ("status", text(summary.get("status")) or "not finished", ""),
-        ("validation loss", nats(number(summary.get("val_loss"))), "measured"),
+        ("validation loss", loss(number(summary.get("val_loss"))), "measured"),
         *(
-            [("validation loss before the first step", nats(loss_before), "measured")]
+            [("validation loss before the first step", loss(loss_before), "measured")]
             if loss_before is not None
             else []
         ),
-        ("training loss, last step", nats(record.last("loss")), "measured"),
+        ("training loss, last step", loss(record.last("loss")), "measured"),
         ("parameters", count(parameters(record)), "measured"),
         ("tokens trained on", count(record.newest("tokens", "tokens")), "measured"),
         ("steps", count(record.newest("steps", "step")), "measured"),

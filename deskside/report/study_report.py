@@ -28,10 +28,10 @@ from deskside.report.study_tables import (
     missing_metrics,
     unfinished_trials,
 )
-from deskside.report.study_verdicts import arms_table, best_sentence, best_table
+from deskside.report.study_verdicts import arms_table, best_sentence, best_table, is_better
 from deskside.run.record import machine_name
 from deskside.study.narrative.findings import GOALS, has_time_budget, insights
-from deskside.study.results import NO_DIFFERENCE, TOO_FEW, Group, Results, status_text
+from deskside.study.results import EXACT, NO_DIFFERENCE, TOO_FEW, Group, Results, status_text
 from deskside.study.stats.metrics import PRIMARY, SPEED, metric_named
 from deskside.utils.format import plural
 
@@ -107,11 +107,14 @@ def _opening(results: Results) -> list[Block]:
 def _best_blocks(results: Results) -> list[Block]:
     if not any(arm.finished() for arm in results.arms):
         return [NOTHING_FINISHED]
+    counts = _comparison_counts(results)
+    if not counts:
+        return ["Nothing to compare: no arm has a result in the same seed as its baseline."]
     return [
         best_table(results),
         "The largest improvement against an arm's own baseline that the seeds show, with its interval at 95 %. "
         "\u201cNot shown\u201d: no arm is shown to be better. All values are measured.",
-        _comparison_counts(results),
+        counts,
     ]
 
 
@@ -140,12 +143,11 @@ def _comparison_counts(results: Results) -> str:
         counts: Counter[str] = Counter()
         for arm in results.arms:
             if (comparison := arm.comparison(key)) is not None:
-                outcome = comparison.verdict
-                if outcome in ("lower", "higher", "exact"):
-                    sign = 1 if metric_named(key).better == "higher" else -1
-                    improvement = sign * comparison.relative
-                    outcome = "better" if improvement > 0 else "worse" if improvement < 0 else "the same"
-                counts[outcome] += 1
+                better = is_better(comparison)
+                if better is not None:
+                    counts["better" if better else "worse"] += 1
+                else:
+                    counts["the same" if comparison.verdict == EXACT else comparison.verdict] += 1
         order = ("better", "worse", "the same", NO_DIFFERENCE, TOO_FEW)
         counts_text = ", ".join(f"{counts[outcome]} {outcome}" for outcome in order if counts[outcome])
         if counts_text:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from deskside.run.record import RunRecord, mapping, number
+from deskside.utils.format import plural
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,12 @@ class ExpertLoad:
     def imbalance(self) -> float:
         """The largest relative load of a layer, averaged over the layers; 1 is even."""
         return sum(map(max, self.relative_LE)) / len(self.load_LE)
+
+    @property
+    def dropped_text(self) -> str:
+        """How many choices of the step no expert computed, as a clause."""
+        dropped = round(sum(self.dropped_L))
+        return f"{plural(dropped, 'token')} dropped" if dropped else "no token is dropped"
 
 
 def relative(load_LE: Sequence[Sequence[float]]) -> list[list[float]]:

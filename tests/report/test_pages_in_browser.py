@@ -141,7 +141,7 @@ def test_a_run_answers_on_the_first_screen(browser: "Browser", pages: dict[str, 
     page.close()
 
 
-@pytest.mark.parametrize("name", ["small", "run"])
+@pytest.mark.parametrize("name", [pytest.param("small", marks=pytest.mark.full), "run"])
 def test_axe_finds_no_serious_fault(browser: "Browser", pages: dict[str, Path], name: str) -> None:
     page = opened(browser, pages[name])
     unfold(page)
@@ -153,7 +153,7 @@ def test_axe_finds_no_serious_fault(browser: "Browser", pages: dict[str, Path], 
     page.close()
 
 
-@pytest.mark.parametrize("name", ["study", "run"])
+@pytest.mark.parametrize("name", ["study", pytest.param("run", marks=pytest.mark.full)])
 def test_nothing_scrolls_sideways_on_a_phone(browser: "Browser", pages: dict[str, Path], name: str) -> None:
     page = opened(browser, pages[name], PHONE)
     for _ in range(2):
@@ -162,7 +162,7 @@ def test_nothing_scrolls_sideways_on_a_phone(browser: "Browser", pages: dict[str
     page.close()
 
 
-@pytest.mark.parametrize("name", ["study", "run"])
+@pytest.mark.parametrize("name", ["study", pytest.param("run", marks=pytest.mark.full)])
 def test_dark_pages_have_dark_figures_and_paper_is_light(
     browser: "Browser", pages: dict[str, Path], name: str
 ) -> None:

@@ -33,6 +33,9 @@ def test_thinning_keeps_every_spike_and_the_newest_point() -> None:
     kept = thinned(points)
     assert len(kept) <= MAX_POINTS and {points[31_415], points[27_182], points[-1]} <= set(kept)
     assert kept == sorted(kept) and thinned(points[:50]) == points[:50]
+    points[99_990] = (99_990.0, 99.0)  # in the last interval
+    kept = thinned(points)
+    assert len(kept) <= MAX_POINTS and {points[0], points[99_990], points[-1]} <= set(kept)
 
 
 def test_the_top_leaves_out_the_first_losses_only_if_they_flatten_the_rest() -> None:

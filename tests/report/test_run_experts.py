@@ -1,6 +1,7 @@
 """The experts in the report of a made-up run."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ def test_table_and_plots(tmp_path: Path) -> None:
     assert "<b>" not in page
     load = newest_load(read_run(folder).metrics)
     assert load is not None and (load.step, load.imbalance) == (200, 1.5)
+    assert "no token" in replace(load, dropped_L=[0, 0]).dropped_text and "3" in load.dropped_text
     for name in ("expert_load", "load_imbalance", "expert_languages"):
         assert (folder / "plots" / f"{name}.svg").stat().st_size > 2000
     make_run(folder)
@@ -75,5 +77,6 @@ def test_the_command_has_a_line_about_experts(tmp_path: Path, capsys: pytest.Cap
     streams = capsys.readouterr()
     assert streams.out.strip().endswith("report.html") and streams.out.count("\n") == 1
     assert "1.50" in streams.err and "2 layers" in " ".join(streams.err.split())
+    assert "3 tokens dropped" in streams.err
     assert main(["report", str(folder), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["experts"] == {"step": 200, "load_imbalance": 1.5}

@@ -12,8 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deskside.cli.report import run
+from deskside.report import run_figures
+from deskside.report.document import render_html
+from deskside.report.run_answer import verdict
 from deskside.report.run_plan import recipe_used
+from deskside.report.run_report import compose
 from deskside.report.write import write_report
+from deskside.run.record import read_run
 from deskside.utils.errors import UsageError
 
 CHARTS = ("loss", "val_bpb", "learning_rate", "gradient_norm", "throughput", "memory", "power")
@@ -166,9 +171,16 @@ def report(folder: Path) -> tuple[Page, str]:
     return page, (folder / "report.md").read_text("utf-8")
 
 
-def test_whole_run(tmp_path: Path) -> None:
-    page, markdown = report(make_run(tmp_path / "demo"))
-    plots = {path.name for path in (tmp_path / "demo" / "plots").iterdir()}
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Page, str]:
+    """The folder of a whole run, its page and its Markdown."""
+    folder = make_run(tmp_path_factory.mktemp("runs") / "demo")
+    return (folder, *report(folder))
+
+
+def test_whole_run(whole: tuple[Path, Page, str]) -> None:
+    folder, page, markdown = whole
+    plots = {path.name for path in (folder / "plots").iterdir()}
     assert plots == {f"{name}.svg" for name in CHARTS}
     for text in ("".join(page.words), markdown):
         text = " ".join(text.split())
@@ -243,11 +255,11 @@ def test_predicted_against_measured(tmp_path: Path) -> None:
     damages: list[Any] = [{"bpb": 3}, [], "x", {"bpb": {"plan": [1, 2, 3], "measured": "y", "pilot": [1]}}]
     for damaged in damages:
         file.write_text(json.dumps({**summary, "predicted": damaged}), "utf-8")
-        write_report(folder)
+        assert render_html(compose(read_run(folder), [], []))
 
 
-def test_html_is_one_file_without_scripts_or_links(tmp_path: Path) -> None:
-    page, _ = report(make_run(tmp_path / "demo"))
+def test_html_is_one_file_without_scripts_or_links(whole: tuple[Path, Page, str]) -> None:
+    folder, page, _ = whole
     assert not {tag for tag, _ in page.tags} & {"script", "link", "img", "iframe", "b"}
     assert all((attrs["href"] or "").startswith("#") for tag, attrs in page.tags if "href" in attrs)
     assert not [name for _, attrs in page.tags for name in attrs if name.startswith("on")]
@@ -255,12 +267,12 @@ def test_html_is_one_file_without_scripts_or_links(tmp_path: Path) -> None:
     assert len(figures) == len(CHARTS) and all(f["role"] == "img" and f["aria-label"] for f in figures)
     identities = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
     assert len(set(identities)) == len(identities)
-    assert "http" not in (tmp_path / "demo" / "report.html").read_text("utf-8")
+    assert "http" not in (folder / "report.html").read_text("utf-8")
     assert "<script>alert(1)</script>" in "".join(page.words)  # shown, as text
 
 
-def test_markdown_wraps_and_keeps_samples_apart(tmp_path: Path) -> None:
-    _, markdown = report(make_run(tmp_path / "demo"))
+def test_markdown_wraps_and_keeps_samples_apart(whole: tuple[Path, Page, str]) -> None:
+    markdown = whole[2]
     prose = [
         line
         for line in re.sub(r"(?ms)^(`{3,})text.*?^\1$", "", markdown).splitlines()
@@ -313,6 +325,26 @@ def test_half_written_and_damaged_lines_are_told_apart(tmp_path: Path) -> None:
     assert "last line of metrics.jsonl is incomplete" in text
     assert "2 damaged lines of metrics.jsonl" in text
     assert "plan.json is not valid JSON" in text
+
+
+@pytest.mark.parametrize(
+    ("objective", "unit"), [("sft", "1.250 nats"), ("dpo", "75.0%"), ("kto", "1.250"), ("grpo", "0.500")]
+)
+def test_only_losses_of_tokens_have_a_unit(objective: str, unit: str, tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "demo", steps=20)
+    summary = json.loads((folder / "summary.json").read_text())
+    found = {"dpo": {"val_accuracy": 0.75}, "grpo": {"val_reward": 0.5}}.get(objective, {})
+    before = dict.fromkeys(found, 0.25) | {"val_loss": 2.5}
+    summary |= {"objective": objective, "val_loss": 1.25, "val_bpb": None, "before": before, **found}
+    (folder / "summary.json").write_text(json.dumps(summary))
+    rows = [{**metric(step, accuracy=0.5), "val_bpb": None} for step in range(1, 21)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    record = read_run(folder)
+    assert unit in verdict(record)
+    images, _ = run_figures.draw(record, folder / "plots")
+    tokens = objective == "sft"
+    assert ("nats per token" in (folder / "plots" / "loss.svg").read_text("utf-8")) == tokens
+    assert ("nats per token" in render_html(compose(record, images, []))) == tokens
 
 
 def test_a_model_worse_than_gzip_is_said_to_be(tmp_path: Path) -> None:

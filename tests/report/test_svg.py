@@ -4,11 +4,10 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
-from deskside.report import run_experts
+from deskside.report import run_experts, run_figures, run_languages
 from deskside.report.colors import DARK_FIGURE_COLORS
 from deskside.report.study_figures import draw
 from deskside.report.svg import inline
-from deskside.report.write import write_report
 from deskside.run.record import read_run
 from deskside.study.stats.compare import compare
 from tests.report.test_run_experts import LOAD, add_experts
@@ -21,8 +20,9 @@ def test_every_figure_is_right_on_a_light_and_a_dark_page(tmp_path: Path) -> Non
     results = compare(made.results())
     draw(results, tmp_path / "study")
     run = make_run(tmp_path / "run")
+    run_figures.draw(read_run(run), run / "plots")
     add_languages(run, ["bn", "gu"])
-    write_report(run)
+    run_languages.draw(read_run(run), run / "plots")
     add_experts(run, {"hi": LOAD, "ta": LOAD[::-1]})
     run_experts.draw(read_run(run), run / "plots")
     paths = [*(tmp_path / "study").iterdir(), *(run / "plots").iterdir()]
