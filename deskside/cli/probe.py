@@ -107,7 +107,7 @@ def probe(options: ProbeOptions, point_target: str = MEASURE_POINT, card_target:
         )
     for line in store.notes(machine):
         say(line)
-    with progress_listener(len(points)) as watch, signals.raise_on_termination():
+    with progress_listener() as watch, signals.raise_on_termination():
         sweep = Sweep(
             store,
             machine,

@@ -47,8 +47,12 @@ class PointResult:
 
 
 class SweepListener(Protocol):
-    """Receives the progress of a sweep. `seconds` is the estimated time of the next measurement."""
+    """Receives the progress of a sweep. `seconds` is the estimated time of the next measurement.
 
+    pending: number of the points that are not stored yet; each of them that gets a result is passed to `end`.
+    """
+
+    def start(self, pending: int) -> None: ...
     def begin(self, title: str, seconds: float) -> None: ...
     def end(self, point_result: PointResult) -> None: ...
     def card(self, row: Row) -> None: ...
@@ -132,6 +136,7 @@ class Sweep:
         self, points: Sequence[Point], result: SweepResult, pending: list[Point], stored: Mapping[str, Row]
     ) -> SweepResult:
         """Measure the pending points and add them to the result."""
+        self.listener.start(len(pending))
         try:
             result.card = result.card or self._card()
             pending = self._skip_too_large(pending, result, result.rows(), stored)

@@ -15,11 +15,11 @@ from deskside.utils.progress import times
 
 
 @contextmanager
-def progress_listener(points: int) -> Iterator[SweepListener]:
+def progress_listener() -> Iterator[SweepListener]:
     """Yield a listener that shows the current measurement, its estimated time and its result."""
     console = make_console(stderr=True)
     if not is_interactive(console):
-        yield Lines(points)
+        yield Lines()
         return
     bar = Progress(
         TextColumn("{task.description}"),
@@ -29,14 +29,14 @@ def progress_listener(points: int) -> Iterator[SweepListener]:
         console=console,
     )
     with bar:
-        yield Bar(bar, points)
+        yield Bar(bar)
 
 
 class Lines:
     """Prints a line when a measurement starts and one when it ends, with the elapsed time and what is left."""
 
-    def __init__(self, points: int) -> None:
-        self._points, self._done = points, 0
+    def start(self, pending: int) -> None:
+        self._points, self._done = pending, 0
         self._began = time.monotonic()
 
     def begin(self, title: str, seconds: float) -> None:
@@ -55,9 +55,11 @@ class Lines:
 class Bar:
     """Shows the current measurement beside a progress bar, and results above it."""
 
-    def __init__(self, bar: Progress, points: int) -> None:
+    def __init__(self, bar: Progress) -> None:
         self._bar = bar
-        self._task = bar.add_task("probe", total=points)
+
+    def start(self, pending: int) -> None:
+        self._task = self._bar.add_task("probe", total=pending)
 
     def begin(self, title: str, seconds: float) -> None:
         self._bar.update(self._task, description=f"{title} (about {seconds:.0f} s)")

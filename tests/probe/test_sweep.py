@@ -30,6 +30,8 @@ class World:
     now: float = 1000.0
     called: list[dict[str, Any]] = field(default_factory=list)
     begun: list[float] = field(default_factory=list)
+    pending: int | None = None
+    ended: int = 0
     interrupt_at: int | None = None
     fail: bool = False
 
@@ -57,8 +59,13 @@ class World:
         return Outcome("ok", result, "", seconds)
 
     # SweepListener
+    def start(self, pending: int) -> None:
+        self.pending = pending
+
     def begin(self, title: str, seconds: float) -> None: ...
-    def end(self, point_result: PointResult) -> None: ...
+    def end(self, point_result: PointResult) -> None:
+        self.ended += 1
+
     def card(self, row: Row) -> None: ...
 
 
@@ -85,6 +92,13 @@ def test_everything_is_measured_or_concluded(tmp_path: Path) -> None:
             fakes.answer(dict(point.spec))
     assert len(world.called) == len(POINTS) - len(skipped)
     assert {spec["device"] for spec in world.called} == {"cuda"}
+
+
+def test_the_listener_counts_the_points_that_are_not_stored(tmp_path: Path) -> None:
+    make_sweep(tmp_path, World()).measure(POINTS[:2])
+    world = World()
+    make_sweep(tmp_path, world).measure(POINTS)
+    assert world.pending == world.ended == len(POINTS) - 2
 
 
 def test_what_is_stored_is_not_measured_again(tmp_path: Path) -> None:
