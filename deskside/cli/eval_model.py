@@ -126,7 +126,7 @@ def eval_model(options: EvalOptions) -> int:
         _print_tasks(printer, results, core_result)
     if differences:
         print_differences(printer, results, differences, options.model, str(options.compare))
-    parts = _found(measured, cells, results, core_result)
+    parts = _found(measured, cells, parallel, results, core_result)
     if parts:
         files = {} if options.items is None else {"items": Path(options.items)}
         model = shlex.quote(options.source)
@@ -362,6 +362,7 @@ def _task_cells(result: TaskResult, score: str, interval: str) -> list[str]:
 def _found(
     measured: TextBpb | None,
     cells: Sequence[LongContextCell],
+    parallel: ParallelResult | None,
     results: Sequence[TaskResult],
     core_result: Core | None,
 ) -> list[str]:
@@ -374,10 +375,16 @@ def _found(
         longest = [cell for cell in cells if cell.length == length]
         recall = sum(cell.recall for cell in longest) / sum(cell.n for cell in longest)
         parts.append(f"{recall:.0%} of the expected words in texts of {length:,} tokens")
+    if parallel is not None:
+        bits = [parallel.bits_per_sentence(language) for language in parallel.by_language]
+        languages = plural(len(bits), "language")
+        parts.append(f"{min(bits):.1f} to {max(bits):.1f} bits per sentence in {languages}")
     if core_result is not None:
         parts.append(f"CORE-like {core_result.value:.4f}")
     judged = [result for result in results if result.correct is not None]
     if judged:
         right, items = sum(result.correct or 0 for result in judged), sum(result.n for result in judged)
         parts.append(f"{right:,.0f} of {items:,} items of {plural(len(judged), 'task')} right")
+    if scores := [result.metrics["chrf"] for result in results if result.correct is None]:
+        parts.append(f"chrF2 {sum(scores) / len(scores):.1f} in {plural(len(scores), 'translation')}")
     return parts

@@ -94,6 +94,10 @@ def run(argv: Sequence[str]) -> int:
     claim_names = [field.name for field in fields(claims.Claims)]
     claimed = claims.parse_claims({name: getattr(options, f"claim_{name}") for name in claim_names})
     request = _request(options, overrides, claimed)
+    if options.cloud is not None and (request is None or options.explain is not None):
+        raise UsageError(
+            "--cloud: writes the task of a plan; leave out --explain, and give a budget or a model with claims"
+        )
     if request is None:
         return _check_card_claims(options, claimed)
     plan = make_plan(request, claimed)

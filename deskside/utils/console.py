@@ -43,16 +43,16 @@ def wrap(text: str, width: int, indent: int = 0, hanging: int = 0) -> list[str]:
     """
     lines: list[str] = []
     for paragraph in text.split("\n"):
-        if indent + len(paragraph) <= width:
+        if indent + _columns(paragraph) <= width:
             lines.append((" " * indent + paragraph).rstrip())
             continue
         line = " " * (indent + len(paragraph) - len(paragraph.lstrip()))
         empty, next_start = True, line + " " * hanging
         for unit, command in _units(paragraph):
-            if not empty and len(line) + 1 + len(unit) > width:
+            if not empty and _columns(line) + 1 + _columns(unit) > width:
                 lines.append(line)
                 line, empty = next_start, True
-            if command and len(line) + len(unit) > width:
+            if command and _columns(line) + _columns(unit) > width:
                 lines += command_lines(command, width, len(next_start))
                 line, empty = next_start, True
             else:
@@ -60,6 +60,15 @@ def wrap(text: str, width: int, indent: int = 0, hanging: int = 0) -> list[str]:
         if line.strip():
             lines.append(line)
     return lines
+
+
+def _columns(text: str) -> int:
+    """Return the columns of a text in a terminal, where a Chinese character has two and a combining mark none."""
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len  # imports rich, which takes time
+
+    return cell_len(text)
 
 
 def _units(text: str) -> Iterator[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """`deskside eval`: translations scored as by sacrebleu, and two models compared on the same items."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,7 @@ def test_chrf_is_printed_as_it_is(
         "1",
     ]
     assert run_eval([*arguments, "--items", str(items)]) == 0
+    assert re.search(r"chrF2 \d+\.\d in 1\s+translation\.", capsys.readouterr().out)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("deskside.evaluate.run_task.sentence_chrf", lambda text, answers: 0.5)
         rows = [{**row, "chrf": 0.25} for row in records(items, "to_sea")]

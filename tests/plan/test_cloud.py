@@ -126,6 +126,8 @@ FITS = "--gpu rtx4090 --hours 24 --data.path corpus"
         (f"{FITS} --cloud t.yaml --cloud-runs /mnt/runs", "no URL of a bucket"),
         (f"{FITS} --cloud t.yaml --cloud-wheel corpus", "is no wheel"),
         (f"{FITS} --cloud none/t.yaml", "cannot be written"),
+        (f"{FITS} --cloud t.yaml --explain list", "leave out --explain"),
+        ("--gpu rtx5090 --claim-watts 450 --cloud t.yaml", "give a budget or a model"),
     ],
 )
 def test_what_cannot_be_carried_out_is_refused(arguments: str, problem: str, folder: Path) -> None:

@@ -5,6 +5,7 @@ import shlex
 import subprocess
 
 import pytest
+from rich.cells import cell_len
 
 from deskside.utils.console import command_lines, wrap
 
@@ -55,6 +56,13 @@ def test_a_shell_reads_the_same_command(words: list[str], width: int) -> None:
     assert all(len(line) <= width or max(map(len, line.split())) > width - 8 for line in lines)
     if width >= 80:
         assert not any(re.search(r" --\S+ \\$", line) for line in lines if "--json" not in line)
+
+
+@pytest.mark.parametrize("text", ["\u8a9e\u8a00 \u6a21\u578b " * 20, "e\u0301te\u0301 " * 30])
+def test_characters_of_no_and_of_two_columns_are_counted_as_such(text: str) -> None:
+    lines = wrap(text, 30, indent=2)
+    assert " ".join(" ".join(lines).split()) == text.strip()
+    assert all(25 <= cell_len(line) <= 30 for line in lines[:-1]) and cell_len(lines[-1]) <= 30
 
 
 def test_words_are_not_broken_and_indentation_is_kept() -> None:
