@@ -26,7 +26,7 @@ from deskside.probe.grid import BENCHMARK_SECONDS, calibration_points, estimate_
 from deskside.probe.sweep import PointResult, Sweep
 from deskside.run.directory import resolve_path
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.format import count, duration, gib
+from deskside.utils.format import count, duration, gib, plural
 from deskside.utils.machine import Machine
 from deskside.utils.signals import Interrupted
 
@@ -101,6 +101,9 @@ class ProbeReporter:
     """Prints the probe's progress."""
 
     say: Say
+
+    def start(self, pending: int) -> None:
+        self.say(f"probe: {plural(pending, 'point')} to measure")
 
     def begin(self, title: str, seconds: float) -> None:
         self.say(f"probe: {title}, about {seconds:.0f} s")

@@ -27,7 +27,7 @@ def headline(plan: Plan) -> str:
         text = f"{what} {trains} on {tokens} in {duration(best.candidate.seconds[1])}"
     if request.pretrains:
         text += f" to about {best.loss[1]:.2f} bits per byte"
-    text = f"{_on(request)}, {text}, using {_uses(best)}"
+    text = f"{_on(request)}, {text}, using {_uses(best, request.gpus)}"
     return text if plan.verdict == "yes" else f"Yes, if changed as below: {text[0].lower()}{text[1:]}"
 
 
@@ -50,10 +50,10 @@ def _on(request: PlanRequest) -> str:
     return f"On {_indefinite(name)}" if request.gpus == 1 else f"On {request.gpus} x {name}"
 
 
-def _uses(band: PlannedBand) -> str:
+def _uses(band: PlannedBand, gpus: int) -> str:
     needed, there = band.estimate.memory_bytes[1], band.estimate.capacity
     amount = gib(needed) if needed < GIB else f"{needed / GIB:.{0 if needed >= 10 * GIB else 1}f}"
-    text, money = f"{amount} of {gib(there)}", band.cost.electricity
+    text, money = f"{amount} of {gib(there)}{' on each' if gpus > 1 else ''}", band.cost.electricity
     if money is None:
         return text
     cost = dollars(money.amount[1]) if money.amount[1] >= 0.01 else "less than a cent"
@@ -74,6 +74,6 @@ def _indefinite(noun: str) -> str:
     """Return a number or a name with "a" or "an" before it, as it is spoken."""
     first = noun.split()[0]
     if first[0].isdigit():
-        return f"{'an' if re.match(r'8|1[18](?![0-9.,])', first) else 'a'} {noun}"
+        return f"{'an' if re.match(r'8|1[18](?![0-9])', first) else 'a'} {noun}"
     vowels = VOWEL_LETTERS if first.isupper() else "AEIOUaeiou"
     return f"{'an' if first[0] in vowels else 'a'} {noun}"

@@ -180,6 +180,12 @@ def one_arm(results: Results) -> Results:
     return compare(replace(results, arms=results.arms[:1]))
 
 
+def test_a_study_of_one_arm_says_that_nothing_is_compared(tmp_path: Path) -> None:
+    document = study_report.compose(one_arm(made.results()), tmp_path, Figures(), {})
+    html = render_html(document)
+    assert "Nothing to compare" in html and "<p></p>" not in html
+
+
 def no_arms(results: Results) -> Results:
     return replace(results, arms=[], groups=results.groups)
 

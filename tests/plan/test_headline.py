@@ -1,0 +1,24 @@
+"""The sentence that begins a plan: articles as they are spoken, and memory of each GPU."""
+
+import pytest
+
+from deskside.cli.main import main
+from deskside.plan.headline import _indefinite
+
+
+@pytest.mark.parametrize(
+    "noun",
+    [
+        "an 8B", "an 80M", "an 11.2B", "an 18.5M", "an 11,000", "a 110M", "a 118M", "a 1.1B", "a 480M", "an RTX 4090",
+        "an H100 SXM", "an L4", "a T4", "a GTX 1080", "a Tesla V100", "an Arc A770",
+    ],
+)  # fmt: skip
+def test_articles_are_those_of_the_spoken_noun(noun: str) -> None:
+    assert _indefinite(noun.partition(" ")[2]) == noun
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_memory_of_several_gpus_is_that_of_each(gpus: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--gpu", "rtx4090", "--preset", "124m", "--tokens", "1B", "--gpus", str(gpus)]) == 0
+    sentence = capsys.readouterr().out.split("\n\n")[0]
+    assert ("GiB on each" in " ".join(sentence.split())) == (gpus > 1)
