@@ -1,4 +1,4 @@
-"""What a command ends with: what was found, where it is, and what to do next."""
+"""The answer at the end of a command's output: what was found, where it is, and what to do next."""
 
 import shlex
 from collections.abc import Mapping

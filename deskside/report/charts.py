@@ -73,7 +73,7 @@ def draw_bars(results: Results, group: Group, key: str) -> Plot | str:
     names = row_names(results, [row.arm for row in rows], [row.emulated for row in rows])
     figure, axes = new_figure(metric.label.capitalize(), 0.95 + row_inches(names) * max(len(rows), 2))
     for y, row in enumerate(rows):
-        # All values stand in one column, where no interval ends.
+        # The values are in one column beside the plot, so that no interval covers them.
         axes.text(1.02, y, row.text, transform=axes.get_yaxis_transform(), fontsize=10, va="center",
                   color=GREY if row.interval is None else INK)  # fmt: skip
         if row.interval is None:

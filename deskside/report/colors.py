@@ -1,7 +1,7 @@
 """Colors of report pages and figures on a light and on a dark background.
 
-The colors of data are those of Okabe and Ito (2008), which are told apart with any color vision. Texts keep a contrast
-of at least 4.5:1 (WCAG 2.2) on their background.
+The colors of data are those of Okabe and Ito (2008), which people with any color vision can distinguish. Texts keep a
+contrast of at least 4.5:1 (WCAG 2.2) on their background.
 """
 
 INK, GREY, PALE, GRID, PAPER = "#1f2328", "#57606a", "#bdc4cc", "#e2e6ea", "#ffffff"

@@ -1,4 +1,4 @@
-"""What a reader of a run's report sees first: what was trained, how good it is, how long it took and what it cost."""
+"""The beginning of a run's report: what was trained, how good it is, how long it took and what it cost."""
 
 from deskside.facts.power_and_prices import electricity_prices
 from deskside.report.document import Block, Bullets, KeyNumber, KeyNumbers

@@ -6,7 +6,7 @@ from typing import Any
 
 from deskside.report.curve_data import Curve, curve
 
-MAX_POINTS = 800  # of a drawn line; more are not told apart on a screen
+MAX_POINTS = 800  # of a drawn line, about as many as the pixels of a chart
 FULL_RANGE = 2.5  # see `clipped_top`
 TOP_SHARE = 0.98
 MIN_POINTS_TO_CLIP = 20

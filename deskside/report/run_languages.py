@@ -21,7 +21,7 @@ HEAD = ("language", "first evaluation", "last evaluation", "validation bytes")
 
 
 def draw(record: RunRecord, folder: Path) -> list[Image]:
-    """Draw the curve of each language as a SVG file in `folder`; no image if there are no languages.
+    """Draw the curve of each language as an SVG file in `folder`; no image if there are no languages.
 
     Raises OSError if the folder cannot be written.
     """

@@ -35,7 +35,7 @@ class ExpertLoad:
 
     @property
     def dropped_text(self) -> str:
-        """How many choices of the step no expert computed, as a clause."""
+        """The number of dropped tokens of the step, as a clause."""
         dropped = round(sum(self.dropped_L))
         return f"{plural(dropped, 'token')} dropped" if dropped else "no token is dropped"
 

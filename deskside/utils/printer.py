@@ -1,4 +1,4 @@
-"""What the commands print for people: text, tables, bars and shell commands, with one meaning for each colour."""
+"""Output of the commands for people: text, tables, bars and shell commands, with one meaning for each colour."""
 
 import re
 import sys

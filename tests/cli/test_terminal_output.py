@@ -17,6 +17,8 @@ from deskside.cli.main import COMMANDS, main
 from deskside.cli.options import Command
 from deskside.doctor import examine
 from deskside.measurements.store import Machine, open_store
+from deskside.plan.planner import make_plan
+from deskside.plan.result import Plan
 from deskside.probe.sweep import SweepResult
 from deskside.run.directory import RunDirectory
 from deskside.study.execute.study_folder import StudyFolder
@@ -186,9 +188,30 @@ def parse(command: str) -> None:
     parser.parse_config(arguments)
 
 
+@pytest.fixture(scope="module")
+def planned() -> Callable[..., Plan]:
+    """`make_plan`, which computes a plan once for all pages and widths."""
+    plans: dict[str, Plan] = {}
+
+    def plan(*arguments: Any) -> Plan:
+        key = repr(arguments)
+        if key not in plans:
+            plans[key] = make_plan(*arguments)
+        return plans[key]
+
+    return plan
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page(page: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_a_page(
+    page: str,
+    folder: Path,
+    planned: Callable[..., Plan],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: Capture,
+) -> None:
     monkeypatch.chdir(folder)
+    monkeypatch.setattr("deskside.cli.plan.make_plan", planned)
     monkeypatch.setenv("DESKSIDE_CACHE", str(folder / "cache"))
     wide = shown(page, 200, monkeypatch, capsys)
     for columns in (80, 60):
