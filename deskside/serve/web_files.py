@@ -1,9 +1,9 @@
 """The chat page and its files, from memory: deskside/serve/web, with third-party libraries in its vendor folder."""
 
 import hashlib
-import mimetypes
 from importlib.resources import files
 from importlib.resources.abc import Traversable
+from pathlib import PurePosixPath
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -20,8 +20,14 @@ POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types dompurify"
 )
-# The standard library's table is extended by the machine's own, which may say anything of .js.
-TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".woff2": "font/woff2"}
+# Not mimetypes, whose table is extended by the machine's own, which may say anything of .js. Any other is text/plain.
+TYPES = {
+    ".css": "text/css",
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".svg": "image/svg+xml",
+    ".woff2": "font/woff2",
+}
 
 
 class WebFiles:
@@ -53,8 +59,7 @@ class WebFiles:
         }
         if request.headers.get("if-none-match") == tag:
             return Response(status_code=304, headers=headers)
-        suffix = name[name.rindex(".") :] if "." in name else ""
-        kind = TYPES.get(suffix) or mimetypes.guess_type(name)[0] or "text/plain"
+        kind = TYPES.get(PurePosixPath(name).suffix, "text/plain")
         return Response(content, headers=headers, media_type=kind)
 
 
