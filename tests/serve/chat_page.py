@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 DESKTOP, PHONE = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 
 
 class ChatPage:

@@ -12,14 +12,13 @@ import tempfile
 from itertools import product
 from pathlib import Path
 
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Browser, sync_playwright
 
 from tests.data.chat.templates import template
-from tests.serve.chat_page import DESKTOP, PHONE, ChatPage, PreparedServer
+from tests.serve.chat_page import DESKTOP, PHONE, TOOLS, ChatPage, PreparedServer
 from tests.serve.chatty import make_chatty
 
 QUESTION = "Write a Python function that finds prime numbers."
-TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
 
 
 def take(chat: ChatPage, folder: Path, form: str) -> None:
@@ -63,24 +62,32 @@ def take(chat: ChatPage, folder: Path, form: str) -> None:
     picture("rich")
 
 
+def take_all(browser: Browser, server: PreparedServer, folder: Path) -> None:
+    """Take the pictures of all forms, the last of each without the server."""
+    opened = {}
+    for (place, size), dark in product({"desktop": DESKTOP, "phone": PHONE}.items(), (False, True)):
+        form = f"{place}-{'dark' if dark else 'light'}"
+        opened[form] = ChatPage(browser, server.address, size, dark)
+        take(opened[form], folder, form)
+    server.kill()
+    for form, chat in opened.items():
+        chat.send("Are you still there?")
+        chat.page.get_by_text("Will be sent").wait_for()
+        chat.page.screenshot(path=folder / f"chat-gone-{form}.png")
+
+
 def main(folder: Path) -> None:
     """Take all pictures."""
     chromium = shutil.which("chromium")
     with tempfile.TemporaryDirectory() as temporary, sync_playwright() as playwright:
         _, run = make_chatty(Path(temporary))
         (run / "chat_template.jinja").write_text(template("qwen3"), "utf-8")
-        server = PreparedServer(run)
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        opened = {}
-        for (place, size), dark in product({"desktop": DESKTOP, "phone": PHONE}.items(), (False, True)):
-            form = f"{place}-{'dark' if dark else 'light'}"
-            opened[form] = ChatPage(browser, server.address, size, dark)
-            take(opened[form], folder, form)
-        server.kill()
-        for form, chat in opened.items():
-            chat.send("Are you still there?")
-            chat.page.get_by_text("Will be sent").wait_for()
-            chat.page.screenshot(path=folder / f"chat-gone-{form}.png")
+        server = PreparedServer(run)
+        try:
+            take_all(browser, server, folder)
+        finally:
+            server.kill()
         browser.close()
 
 

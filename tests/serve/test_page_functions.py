@@ -10,12 +10,32 @@ import pytest
 pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 from playwright.sync_api import expect
 
-from tests.serve.chat_page import ChatPage, PreparedServer
+from tests.serve.chat_page import PHONE, TOOLS, ChatPage, PreparedServer
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
+GROWING_ADDRESS = """async () => {
+  const { MarkdownView } = await import("/web/js/markdown.js");
+  const element = document.createElement("div");
+  const view = new MarkdownView(element);
+  for (const end of ["", "/path"]) view.show(`[x]\n\n[x]: https://example.invalid${end}`);
+  return element.querySelector("a").href;
+}"""
+ANOTHER_MODEL_AND_BACK = """async () => {
+  const { addMessage, newConversation } = await import("/web/js/conversation.js");
+  const { Turn } = await import("/web/js/turn.js");
+  const conversation = newConversation();
+  const message = addMessage(conversation, null, { role: "assistant", content: "**x**", finish: "stop" });
+  const session = { conversation, errors: new Map(), model: { chat_template: true } };
+  const turn = new Turn(session, message);
+  return [true, false, true].map((chats) => {
+    session.model.chat_template = chats;
+    turn.update();
+    return turn.element.querySelectorAll("strong").length;
+  });
+}"""
+WITHOUT_CLIPBOARD = "Object.defineProperty(navigator, 'clipboard', { value: undefined })"  # as on http
 
 
 def test_markdown_grows_without_replacing_what_is_complete(chat: ChatPage) -> None:
@@ -44,6 +64,13 @@ def test_markdown_grows_without_replacing_what_is_complete(chat: ChatPage) -> No
     )
     chat.button("Copy").click()
     assert page.evaluate("navigator.clipboard.readText()").startswith("## How a prime sieve")
+    page.evaluate(WITHOUT_CLIPBOARD)
+    expect(chat.button("Copy").locator("use")).to_have_attribute("href", "#icon-copy")
+    chat.button("Copy").click()
+    expect(chat.button("Copy").locator("use")).to_have_attribute("href", "#icon-check")
+    expect(chat.button("Copy")).to_be_focused()
+    assert page.evaluate(GROWING_ADDRESS) == "https://example.invalid/path"
+    assert page.evaluate(ANOTHER_MODEL_AND_BACK) == [1, 0, 1]
     usage = chat.last.locator(".usage").inner_text()
     tokens, speed = re.search(r"(\d+) tokens · (\d+) tokens/s", usage).groups()
     # A pause of 4 ms before each token: at most 250 a second.
@@ -76,6 +103,7 @@ def test_branches(chat: ChatPage) -> None:
     assert [m["content"] for m in chat.posted()["messages"]] == ["versions", "my own words", "next"]
 
 
+@pytest.mark.full
 def test_conversations_are_kept_found_renamed_and_deleted(chat: ChatPage) -> None:
     page = chat.page
     chat.ask("about lighthouses")
@@ -155,11 +183,21 @@ def test_export_and_import(chat: ChatPage, tmp_path: Path) -> None:
         '{"messages": 7}',
         '[{"role": "wizard", "content": "x"}]',
         '[{"role": "user", "content": 7}]',
+        '{"messages": [null]}',
+        '[{"role": "assistant", "tool_calls": {}}]',
+        "[]",
     ):
         file.write_text(bad)
         page.locator("#file").set_input_files(file)
-        page.get_by_role("dialog").get_by_role("button", name="Close").click()
+        dialog = page.get_by_role("dialog")
+        assert "of null" not in dialog.inner_text() and "is not a function" not in dialog.inner_text()
+        dialog.get_by_role("button", name="Close").click()
     expect(page.locator("#conversations .title")).to_have_count(2)
+    deep = "[" * 20_000 + "]" * 20_000
+    call = {"id": "1", "function": {"name": "dig", "arguments": deep}}
+    file.write_text(json.dumps([{"role": "assistant", "content": "a deep call", "tool_calls": [call]}]))
+    page.locator("#file").set_input_files(file)
+    expect(page.locator("details.call pre")).to_have_text(deep)
 
 
 def without_ids(entry: dict[str, Any]) -> Any:
@@ -171,6 +209,7 @@ def without_ids(entry: dict[str, Any]) -> Any:
     return entry["title"], entry["created"], tree["system"], messages
 
 
+@pytest.mark.full
 def test_what_is_deleted_while_it_is_answered_stays_deleted(chat: ChatPage) -> None:
     chat.send("count slowly")
     expect(chat.page.locator(".turn.assistant > .text")).to_contain_text("1 2")
@@ -181,6 +220,7 @@ def test_what_is_deleted_while_it_is_answered_stays_deleted(chat: ChatPage) -> N
     expect(chat.page.locator("#conversations .title")).to_have_text(["another"])
 
 
+@pytest.mark.full
 def test_sampling_and_models(chat: ChatPage) -> None:
     page = chat.page
     chat.ask("hello")
@@ -211,13 +251,18 @@ def test_sampling_and_models(chat: ChatPage) -> None:
     page.locator("#setting-temperature").fill("3")
     page.locator("#setting-temperature").blur()
     assert page.locator("#setting-temperature").get_attribute("aria-invalid") == "true"
+    page.locator("#tools").fill("{")
+    page.locator("#tools").blur()
+    assert page.locator("#tools").get_attribute("aria-invalid") == "true"
     page.get_by_role("button", name="Reset").click()
+    assert page.locator("#settings [aria-invalid=true], #settings .bad:not(:empty)").count() == 0
     page.keyboard.press("Escape")
     chat.ask("hello")
     assert chat.posted()["temperature"] == 0.8
     assert not {*wanted, "chat_template_kwargs", "tools"} & {*chat.posted()} - {"temperature", "max_tokens"}
 
 
+@pytest.mark.full
 def test_continuing_after_the_limit(chat: ChatPage) -> None:
     chat.settings(max_tokens="10")
     assert chat.ask("count").split() == [str(i) for i in range(1, 11)]
@@ -231,6 +276,57 @@ def test_continuing_after_the_limit(chat: ChatPage) -> None:
     assert chat.last.locator(".usage").inner_text().startswith("300 tokens")
     assert chat.page.locator(".turn").count() == 2 and chat.button("Continue").count() == 0
     assert len(chat.complaints) == 1 and "400" in chat.complaints.pop()  # the refused attempt
+
+
+@pytest.mark.full
+def test_what_is_typed_survives_the_end_of_an_answer(chat: ChatPage) -> None:
+    page = chat.page
+    chat.ask("first")
+    page.locator(".turn.user").get_by_role("button", name="Edit").click()
+    area = page.get_by_label("Edit the question")
+    area.fill("changed")
+    chat.send("count")
+    send = page.locator(".edit [type=submit]")
+    expect(send).to_be_disabled()  # one answer at a time
+    area.press("Control+Enter")
+    page.get_by_role("button", name="Settings").click()
+    page.locator("#system").fill("be ki")
+    expect(page.locator("#stop")).to_be_hidden()
+    assert page.locator("#system").input_value() == "be ki"
+    page.keyboard.press("Escape")
+    expect(send).to_be_enabled()
+    assert chat.texts()[-1].endswith("300")
+    area.press("Control+Enter")
+    assert chat.answer() == "changed" and chat.posted()["messages"][0]["content"] == "be ki"
+    page.evaluate("setTimeout(() => { throw new Error('as if by a fault') })")
+    expect(page.get_by_text("The page has failed.")).to_be_visible()
+    assert chat.complaints.pop() == "as if by a fault"
+
+
+@pytest.mark.full
+def test_the_drawer_of_a_phone_by_keyboard(
+    browser: "Browser", prepared: PreparedServer, tmp_path: Path
+) -> None:
+    chat = ChatPage(browser, prepared.address, PHONE)
+    page = chat.page
+    menu = page.get_by_role("button", name="Conversations")
+    chat.send("count slowly")
+    expect(page.locator(".turn.assistant > .text")).to_contain_text("1 2")
+    menu.press("Enter")
+    expect(page.locator("#new")).to_be_focused()
+    page.keyboard.press("Escape")
+    expect(menu).to_be_focused()
+    expect(page.locator("#stop")).to_be_visible()  # the answer goes on
+    menu.press("Enter")
+    page.get_by_role("button", name="Delete all conversations").press("Enter")
+    page.get_by_role("button", name="Delete", exact=True).press("Enter")
+    expect(page.locator("#new")).to_be_focused()
+    file = tmp_path / "chat.json"
+    file.write_text(json.dumps([{"role": "user", "content": "from elsewhere"}]))
+    page.locator("#file").set_input_files(file)
+    expect(page.locator("#sidebar")).to_be_hidden()
+    assert chat.texts() == ["from elsewhere"] and chat.complaints == []
+    chat.close()
 
 
 def test_reasoning_and_tool_calls_are_folded(chat: ChatPage) -> None:
@@ -257,6 +353,7 @@ def test_reasoning_and_tool_calls_are_folded(chat: ChatPage) -> None:
     assert chat.posted()["messages"][-1]["content"] == "sunny"
 
 
+@pytest.mark.full
 def test_a_refusal_is_shown_at_its_question(browser: "Browser", prepared: PreparedServer) -> None:
     chat = ChatPage(browser, prepared.address)
     chat.settings(tools='[{"type": "wizard"}]')
@@ -270,6 +367,7 @@ def test_a_refusal_is_shown_at_its_question(browser: "Browser", prepared: Prepar
     chat.close()
 
 
+@pytest.mark.full
 def test_the_server_is_killed_and_returns(browser: "Browser", prepared: PreparedServer) -> None:
     chat = ChatPage(browser, prepared.address)
     page = chat.page
@@ -303,6 +401,7 @@ def test_the_server_is_killed_and_returns(browser: "Browser", prepared: Prepared
     chat.close()
 
 
+@pytest.mark.full
 def test_two_tabs_lose_nothing_of_one_conversation(chat: ChatPage) -> None:
     chat.ask("begin")
     other = chat.context.new_page()

@@ -59,6 +59,7 @@ def test_hostile_answers(chat: ChatPage, prepared: PreparedServer) -> None:
     assert chat.texts()[0] == "<img src=x onerror=window.hit=13>" and page.evaluate("window.hit") is None
 
 
+@pytest.mark.full
 def test_a_huge_table_scrolls_by_itself(browser: "Browser", prepared: PreparedServer) -> None:
     chat = ChatPage(browser, prepared.address, PHONE)
     chat.ask("huge")
@@ -73,12 +74,12 @@ def test_a_huge_table_scrolls_by_itself(browser: "Browser", prepared: PreparedSe
 @pytest.mark.parametrize(
     "size, dark",
     [
-        (DESKTOP, False),
         (PHONE, True),
+        pytest.param(DESKTOP, False, marks=pytest.mark.full),
         pytest.param(DESKTOP, True, marks=pytest.mark.full),
         pytest.param(PHONE, False, marks=pytest.mark.full),
     ],
-    ids=["desktop-light", "phone-dark", "desktop-dark", "phone-light"],
+    ids=["phone-dark", "desktop-light", "desktop-dark", "phone-light"],
 )
 def test_axe_finds_no_fault(
     browser: "Browser", prepared: PreparedServer, size: dict[str, int], dark: bool
@@ -114,6 +115,7 @@ def check_accessibility(chat: ChatPage) -> None:
     assert not faults, [(v["id"], [n["html"][:200] for n in v["nodes"]]) for v in faults]
 
 
+@pytest.mark.full
 def test_themes(chat: ChatPage) -> None:
     def ground() -> str:
         return chat.page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -129,6 +131,7 @@ def test_themes(chat: ChatPage) -> None:
     assert ground() == "rgb(22, 25, 29)"
 
 
+@pytest.mark.full
 def test_keyboard_and_screen_readers(chat: ChatPage) -> None:
     page = chat.page
     page.keyboard.type("one")

@@ -28,9 +28,9 @@ export async function confirmed(title, text, yes) {
   return (await ask(title, [make("p", { text })], buttons)) === "yes";
 }
 
-/** Ask for a text. Return null if the user cancels. */
-export async function entered(title, label, value, { type = "text", text = "" } = {}) {
-  const input = make("input", { type, autocomplete: "off", required: true });
+/** Ask for a text, which the regular expression `pattern` must match. Return null if the user cancels. */
+export async function entered(title, label, value, { type = "text", text = "", pattern = null } = {}) {
+  const input = make("input", { type, autocomplete: "off", required: true, pattern });
   input.value = value;
   const parts = [text ? make("p", { text }) : null, make("label", { text: label }, input)].filter(Boolean);
   const answer = await ask(title, parts, [cancelButton(), button("yes", "OK", "main")], input);

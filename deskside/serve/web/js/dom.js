@@ -72,10 +72,13 @@ export async function copyText(text, button) {
 async function writeClipboard(text) {
   if (navigator.clipboard) return navigator.clipboard.writeText(text);
   // Browsers have this interface on https and localhost only, and the server may be reached by another name.
+  const focused = document.activeElement;
   const area = make("textarea", { class: "unseen" });
   area.value = text;
   document.body.append(area);
   area.select();
-  document.execCommand("copy");
+  const isCopied = document.execCommand("copy");
   area.remove();
+  focused.focus();
+  if (!isCopied) throw new Error("The browser does not allow copying.");
 }

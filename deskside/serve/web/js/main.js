@@ -12,10 +12,12 @@ import { Sidebar } from "./sidebar.js";
 import { Thread } from "./thread.js";
 
 // Nothing fails unseen: not even what no part expects, such as a browser without room for another conversation.
-addEventListener("unhandledrejection", ({ reason }) => {
+function showProblem(error) {
   byId("problem").hidden = false;
-  byId("problem-words").textContent = reason?.message ?? String(reason);
-});
+  byId("problem-words").textContent = error?.message ?? String(error);
+}
+addEventListener("unhandledrejection", ({ reason }) => showProblem(reason));
+addEventListener("error", ({ error, message }) => showProblem(error ?? message));
 byId("reload").addEventListener("click", () => location.reload());
 
 const connection = new Connection();
@@ -32,12 +34,14 @@ connection.addEventListener("key", async () => {
   if (asksForKey) return;
   asksForKey = true;
   const text = "It is kept until this tab is closed.";
-  const key = await entered("This server asks for an API key", "API key", "", { type: "password", text });
+  // Other characters cannot be sent: a header of HTTP has none.
+  const pattern = "\\s*[!-~]+\\s*";
+  const key = await entered("This server asks for an API key", "API key", "", { type: "password", text, pattern });
   asksForKey = false;
   byId("key-needed").hidden = key !== null;
   if (key === null) return;
-  setApiKey(key);
-  await session.loadModels();
+  setApiKey(key.trim());
+  await session.recover();
 });
 byId("enter-key").addEventListener("click", () => session.loadModels());
 

@@ -59,7 +59,7 @@ function renderBlocks(text, earlier) {
   const env = {};
   const tokens = markdown.parse(text, env);
   const lines = text.split("\n");
-  const definitions = Object.keys(env.references ?? {}).join("\n");  // [name]: address, which any block may use
+  const definitions = JSON.stringify(env.references ?? {});  // [name]: address, which any block may use
   const blocks = [];
   let group = [], depth = 0;
   for (const token of tokens) {
@@ -138,6 +138,7 @@ function typeset(span) {
  */
 export class MarkdownView {
   constructor(element) {
+    element.replaceChildren();
     this.element = element;
     this._blocks = [];
   }

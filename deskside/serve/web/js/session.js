@@ -25,7 +25,7 @@ export class Session extends EventTarget {
     this._waiting = new Set();  // conversations whose question is sent when the server is back
     this._removed = new Set();  // conversations that are not saved any more
     this.errors = new Map();    // message id -> why it has no answer
-    connection.addEventListener("back", () => this._recover());
+    connection.addEventListener("back", () => this.recover());
   }
 
   _tell(name, detail) {
@@ -50,14 +50,18 @@ export class Session extends EventTarget {
   /** Ask the server for its models. Return whether it answered. */
   async loadModels() {
     try {
-      this.models = await getModels();
+      await this._readModels();
     } catch (error) {
       if (!(error instanceof ServerGone || error instanceof ServerError)) throw error;
       this.connection.report(error);
       return false;
     }
-    this._tell("models");
     return true;
+  }
+
+  async _readModels() {
+    this.models = await getModels();
+    this._tell("models");
   }
 
   changeSettings(changes) {
@@ -200,7 +204,7 @@ export class Session extends EventTarget {
     };
     let ended = "complete";
     try {
-      if (this.model === null && !(await this.loadModels())) throw new ServerGone("The server cannot be reached.");
+      if (this.model === null) await this._readModels();
       const [model, settings] = [this.model, this.settings];
       message.model = model.id;
       await generate({ conversation, message, model, settings, signal: stop.signal, onChange });
@@ -232,8 +236,8 @@ export class Session extends EventTarget {
     return stopped ? "stopped" : gone ? "gone" : "refused";
   }
 
-  /** The server is back: its models may be others, and what waited is sent. */
-  async _recover() {
+  /** The server is back, or has its key: its models may be others, and what waited is sent. */
+  async recover() {
     if (!(await this.loadModels())) return;
     for (const id of [...this._waiting]) {
       const conversation = id === this.conversation.id ? this.conversation : await getConversation(id);

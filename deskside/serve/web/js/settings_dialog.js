@@ -38,13 +38,17 @@ export class SettingsDialog {
 
   _changeNumber(name, step, input) {
     if (step === 1 && input.value !== "") input.value = Math.round(input.valueAsNumber);
+    this._showValidity(name, input);
+    if (input.validity.valid) this._session.changeSettings({ [name]: input.value === "" ? "" : input.valueAsNumber });
+  }
+
+  _showValidity(name, input) {
     const isGood = input.validity.valid;
     const help = byId(`${input.id}-help`);
     const { help: words } = NUMBERS.find((number) => number.name === name);
     help.textContent = isGood ? words : input.validationMessage;
     help.classList.toggle("bad", !isGood);
     input.setAttribute("aria-invalid", String(!isGood));
-    if (isGood) this._session.changeSettings({ [name]: input.value === "" ? "" : input.valueAsNumber });
   }
 
   _changeTools() {
@@ -56,23 +60,26 @@ export class SettingsDialog {
       if (!(error instanceof SyntaxError || error instanceof TypeError)) throw error;
       problem = error.message;
     }
+    this._showToolsProblem(problem);
+    if (!problem) this._session.changeSettings({ tools: text });
+  }
+
+  _showToolsProblem(problem) {
     byId("tools-problem").textContent = problem;
     byId("tools").setAttribute("aria-invalid", String(Boolean(problem)));
-    if (!problem) this._session.changeSettings({ tools: text });
   }
 
   _draw() {
     const { settings, model, conversation } = this._session;
     for (const { name } of NUMBERS) {
       const input = byId(`setting-${name}`);
-      if (document.activeElement === input) continue;
-      input.value = settings[name];
       this._changeLimits(input, name, model);
+      if (fill(input, settings[name])) this._showValidity(name, input);
     }
-    byId("system").value = conversation.system;
-    byId("thinking").value = settings.thinking;
-    byId("tools").value = settings.tools;
-    byId("theme").value = theme();
+    fill(byId("system"), conversation.system);
+    fill(byId("thinking"), settings.thinking);
+    if (fill(byId("tools"), settings.tools)) this._showToolsProblem("");
+    fill(byId("theme"), theme());
     byId("system-field").hidden = byId("tools-field").hidden = model !== null && !model.chat_template;
     byId("thinking-field").hidden = model === null || !canThink(model);
   }
@@ -82,4 +89,11 @@ export class SettingsDialog {
     input.max = model.max_tokens;
     input.placeholder = `up to ${model.max_tokens}`;
   }
+}
+
+/** Show a value in a field, unless the user is in it. Return whether it was shown. */
+function fill(field, value) {
+  if (document.activeElement === field) return false;
+  field.value = value;
+  return true;
 }

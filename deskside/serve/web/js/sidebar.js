@@ -25,7 +25,9 @@ export class Sidebar {
     byId("file").addEventListener("change", () => this._import());
     byId("delete-all").addEventListener("click", () => this._delete(this._all, "all conversations"));
     byId("sidebar").addEventListener("keydown", (event) => {
-      if (event.key === "Escape" && this._isDrawer) this.closeDrawer();
+      if (event.key !== "Escape" || !this._isDrawer) return;
+      event.stopPropagation();  // or it would stop the answer as well
+      this.closeDrawer();
     });
     matchMedia("(max-width: 800px)").addEventListener("change", () => this._set(!this._isDrawer));
     this._set(!this._isDrawer);
@@ -104,7 +106,7 @@ export class Sidebar {
   async _delete(conversations, what) {
     if (!(await confirmed(`Delete ${what}?`, "This cannot be undone; an export keeps a copy.", "Delete"))) return;
     await this._session.remove(conversations.map(({ id }) => id));
-    byId("say").focus();
+    byId(this._isDrawer ? "new" : "say").focus();  // a drawer stays open, and keeps the focus
   }
 
   async _import() {
@@ -121,7 +123,8 @@ export class Sidebar {
     }
     for (const conversation of found) await saveConversation(conversation);
     await this.load();
-    if (found.length) await this._session.open(found[0].id);
+    await this._session.open(found[0].id);
+    this.closeDrawer();
   }
 }
 

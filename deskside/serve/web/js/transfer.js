@@ -37,6 +37,7 @@ export function imported(text) {
   const value = JSON.parse(text);
   const isOneList = Array.isArray(value) && value.length > 0 && value.every((entry) => typeof entry?.role === "string");
   const entries = isOneList ? [{ messages: value }] : Array.isArray(value) ? value : [value];
+  if (!entries.length) throw new TypeError("There is no conversation in it");
   return entries.map((entry, index) => conversationOf(entry, `conversation ${index + 1}`));
 }
 
@@ -53,16 +54,18 @@ function fromMessages(messages, where) {
   const conversation = newConversation();
   messages.forEach((message, index) => {
     const place = `${where}, message ${index + 1}`;
-    if (["system", "developer"].includes(message?.role)) {
+    if (message === null || typeof message !== "object") throw new TypeError(`${place} is no object`);
+    if (!Array.isArray(message.tool_calls ?? [])) throw new TypeError(`${place}: the calls must be a list`);
+    if (["system", "developer"].includes(message.role)) {
       if (index > 0) throw new TypeError(`${place}: only the first message may have the role ${message.role}`);
       conversation.system = contentOf(message, place);
       return;
     }
-    const calls = (message?.tool_calls ?? []).map((call) => ({
+    const calls = (message.tool_calls ?? []).map((call) => ({
       id: call?.id, name: call?.function?.name, arguments: call?.function?.arguments,
     }));
     addMessage(conversation, conversation.leaf, checkedMessage({
-      role: message?.role,
+      role: message.role,
       content: contentOf(message, place),
       reasoning: message.reasoning_content,
       calls: calls.length ? calls : undefined,
@@ -113,7 +116,7 @@ function checkedMessage({ role, content, reasoning, calls, callId, model, finish
 }
 
 function contentOf(message, where) {
-  const content = message?.content ?? "";
+  const content = message.content ?? "";
   if (!Array.isArray(content)) return checkedText(content, `${where}: content`);
   return content.map((part) => checkedText(part?.text, `${where}: a part of the content`)).join("");
 }

@@ -23,6 +23,7 @@ export class Turn {
     this._head = make("h2", { class: message.role === "user" ? "unseen" : "who", text: who });
     this.element = make("article", { class: `turn ${message.role}` }, this._head, this._folds, this._text, this._foot);
     this._calls = [];
+    this._form = null;  // while the message is edited
     this._drawn = "";  // what the foot shows
   }
 
@@ -41,14 +42,17 @@ export class Turn {
       this._text.textContent = message.content;
     }
     this._updateFoot(isRunning);
+    if (this._form) this._form.querySelector("[type=submit]").disabled = Boolean(session.running);
   }
 
   /** A model without a chat template continues text, which is no Markdown in particular. */
   _showText() {
     const isPlain = this._session.model !== null && !this._session.model.chat_template;
     this._text.classList.toggle("plain", isPlain);
-    if (isPlain) this._text.textContent = this.message.content;
-    else (this._markdown ??= new MarkdownView(this._text)).show(this.message.content);
+    if (isPlain) {
+      this._text.textContent = this.message.content;
+      this._markdown = null;  // its elements are gone
+    } else (this._markdown ??= new MarkdownView(this._text)).show(this.message.content);
   }
 
   _showReasoning(isRunning) {
@@ -167,6 +171,7 @@ export class Turn {
     area.value = message.content;
     const close = () => {
       form.replaceWith(this._text);
+      this._form = null;
       this._foot.hidden = false;
       this._foot.querySelector("[aria-label=Edit]")?.focus();
     };
@@ -176,6 +181,7 @@ export class Turn {
         make("button", { type: "submit", class: "main", text: message.role === "user" ? "Send" : "Save" })));
     form.addEventListener("submit", (event) => {
       event.preventDefault();
+      if (session.running) return;  // one answer at a time, also by Ctrl+Enter, which needs no button
       close();
       if (area.value !== message.content && area.value.trim()) session.edit(message, area.value);
     });
@@ -188,6 +194,7 @@ export class Turn {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
     });
     this._text.replaceWith(form);
+    this._form = form;
     this._foot.hidden = true;
     fitHeight(area);
     area.focus();
@@ -212,7 +219,8 @@ function indented(json) {
   try {
     return JSON.stringify(JSON.parse(json), null, 2);
   } catch (error) {
-    if (!(error instanceof SyntaxError)) throw error;
+    // RangeError: nested too deeply to be written again.
+    if (!(error instanceof SyntaxError || error instanceof RangeError)) throw error;
     return json;  // not complete yet, or not JSON
   }
 }
