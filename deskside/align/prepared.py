@@ -32,10 +32,11 @@ from deskside.data.chat.prepare_chat import (
     new_folder,
     write_samples,
 )
+from deskside.data.corpus.bad_input import BadInputLog
 from deskside.data.corpus.heldout import is_validation
 from deskside.data.corpus.process_pool import map_in_order
 from deskside.data.corpus.records import iter_records
-from deskside.data.corpus.sources import BadInputLog, Source
+from deskside.data.corpus.sources import Source
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import fingerprint
 from deskside.utils.parsing import json_value

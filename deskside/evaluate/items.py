@@ -11,8 +11,9 @@ from itertools import islice
 from string import Formatter
 from typing import Any
 
+from deskside.data.corpus.bad_input import BadInputLog
 from deskside.data.corpus.records import iter_records
-from deskside.data.corpus.sources import BadInputLog, Source
+from deskside.data.corpus.sources import Source
 from deskside.evaluate.datasets import READERS
 from deskside.evaluate.tasks import (
     FIELD_KEYS,

@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from deskside.data.corpus.bad_input import BadInputLog
 from deskside.data.corpus.records import iter_records
-from deskside.data.corpus.sources import BadInputLog, Source
+from deskside.data.corpus.sources import Source
 from deskside.evaluate.bpb import BitsPerByte, evaluate_text
 from deskside.evaluate.text_bpb import HF_SEQUENCE_LENGTH
 from deskside.utils.errors import UsageError

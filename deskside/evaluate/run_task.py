@@ -8,7 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from deskside.data.corpus.sources import BadInputLog
+from deskside.data.corpus.bad_input import BadInputLog
 from deskside.evaluate.generated import generate_answers, judge_answers
 from deskside.evaluate.items import Examples, Item, read_items, select_indices
 from deskside.evaluate.likelihood import Encoder, Likelihood, likelihoods

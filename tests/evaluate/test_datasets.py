@@ -9,7 +9,7 @@ import datasets
 import lm_eval
 import pytest
 
-from deskside.data.corpus.sources import BadInputLog
+from deskside.data.corpus.bad_input import BadInputLog
 from deskside.evaluate.datasets import READERS
 from deskside.evaluate.items import read_items
 from deskside.evaluate.tasks import select

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deskside.data.corpus.sources import BadInputLog
+from deskside.data.corpus.bad_input import BadInputLog
 from deskside.evaluate.items import Item, read_items
 from deskside.evaluate.tasks import select
 from deskside.utils.errors import UsageError

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from deskside.data.corpus.sources import BadInputLog
+from deskside.data.corpus.bad_input import BadInputLog
 from deskside.engine import device
 from deskside.engine.engine import PAGE_SIZE, Engine
 from deskside.engine.generate import generate

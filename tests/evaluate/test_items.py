@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from deskside.data.corpus.sources import BadInputLog
+from deskside.data.corpus.bad_input import BadInputLog
 from deskside.evaluate.items import Examples, read_items, select_indices
 from deskside.evaluate.tasks import SelectedTask, select
 from deskside.utils.errors import UsageError

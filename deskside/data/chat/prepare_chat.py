@@ -31,11 +31,12 @@ from deskside.data.chat.formats import RECORD_FIELDS, conversation_of
 from deskside.data.chat.messages import Conversation, NotRendered, message_text
 from deskside.data.chat.renderer import TEMPLATE
 from deskside.data.corpus.analyze import add_tag
+from deskside.data.corpus.bad_input import BadInputLog
 from deskside.data.corpus.encoder_sample import EncoderSample
 from deskside.data.corpus.heldout import is_validation
 from deskside.data.corpus.process_pool import MIN_PARALLEL_ITEMS, map_in_order
 from deskside.data.corpus.records import Record, iter_records, sources_checksum
-from deskside.data.corpus.sources import BadInputLog, Source
+from deskside.data.corpus.sources import Source
 from deskside.data.encoder import choose_encoder, tokenizers_info
 from deskside.data.reading import shards
 from deskside.data.reading.shards import ChatInfo, DatasetIndex, EncodedDocument, SplitInfo

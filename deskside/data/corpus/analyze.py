@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import xxhash
 from pydantic import Field, NonNegativeInt, PositiveInt
 
+from deskside.data.corpus.bad_input import BadInputLog, OnBad
 from deskside.data.corpus.encoder_sample import EncoderSample
 from deskside.data.corpus.heldout import (
     Holdout,
@@ -21,7 +22,7 @@ from deskside.data.corpus.heldout import (
     start_if_tails,
     text_hash,
 )
-from deskside.data.corpus.sources import LINE_LIMIT, BadInputLog, Document, OnBad, Source, iter_documents
+from deskside.data.corpus.sources import LINE_LIMIT, Document, Source, iter_documents
 from deskside.data.encoder import EncoderInfo
 from deskside.data.reading.shards import MAX_TAGS, LeftOut
 from deskside.data.tokenizer import spans

@@ -43,6 +43,7 @@ from deskside.data.corpus.analyze import (
     labelled_source,
     read_validation_texts,
 )
+from deskside.data.corpus.bad_input import BadInputLog
 from deskside.data.corpus.baselines import (
     TRAIN_COUNTS,
     GzipMeter,
@@ -62,7 +63,7 @@ from deskside.data.corpus.prepare_state import (
 )
 from deskside.data.corpus.process_pool import Task, WorkerDied, WorkerPool
 from deskside.data.corpus.shard_worker import ShardBatcher, ShardJob, make_shard, start_worker
-from deskside.data.corpus.sources import BadInputLog, Source
+from deskside.data.corpus.sources import Source
 from deskside.data.corpus.tokenizer_sample import check_temperature, plan_sample
 from deskside.data.encoder import EncoderInfo, choose_encoder, still_valid
 from deskside.data.reading import shards

@@ -12,11 +12,11 @@ from typing import Any
 
 import xxhash
 
+from deskside.data.corpus.bad_input import BadInputLog
 from deskside.data.corpus.sources import (
     DAMAGED_FILE,
     NO_COLUMN,
     NO_FIELD,
-    BadInputLog,
     Reader,
     Source,
     kind_of,

@@ -22,19 +22,18 @@ import glob as globbing
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from deskside.data.corpus.bad_input import BadInputLog
 from deskside.data.corpus.lines import CHUNK, LONG_LINE, iter_lines, parse_long, utf8_error
 from deskside.utils.errors import UsageError
 from deskside.utils.parsing import json_value
 
 if TYPE_CHECKING:
     import pyarrow.parquet as pq
-
-OnBad = Literal["skip", "refuse"]
 
 # Kinds of bad input, as shown to the user.
 NOT_UTF8 = "not UTF-8"
@@ -52,7 +51,6 @@ TEXT_KINDS = (".txt", ".md")
 _KINDS = (*TEXT_KINDS, ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 LINE_LIMIT = 256_000_000  # bytes of one line, text file, parquet cell or hub row
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # written by some programs at the beginning of a UTF-8 file
-_EXAMPLES = 5  # places that are kept for each kind of bad input
 _START = 64  # bytes of a document in which something else than white space is looked for first
 _PARQUET_BATCH = 8 << 20  # bytes of rows read at a time, by their average size
 _BINARY_SHARE = 0.1  # share of control characters in binary data; text has almost none
@@ -91,47 +89,6 @@ class Document:
     def text(self) -> str:
         """The document as `str`."""
         return self.data.decode("utf-8")
-
-
-@dataclass
-class BadInputLog:
-    """Counts bad input by reason and keeps the first few places, or refuses bad input."""
-
-    on_bad: OnBad = "skip"
-    remedy: str = "Fix it, or skip and count such input with --on-bad skip."
-    counts: dict[str, int] = field(default_factory=dict)
-    examples: dict[str, list[str]] = field(default_factory=dict)
-
-    def add(self, reason: str, origin: str, detail: str = "") -> None:
-        """Count bad input at the place `origin`. Raises UsageError if `on_bad` is "refuse"."""
-        where = f"{origin} ({detail})" if detail else origin
-        if self.on_bad == "refuse":
-            raise UsageError(f"{where}: {reason}. {self.remedy}")
-        self.counts[reason] = self.counts.get(reason, 0) + 1
-        places = self.examples.setdefault(reason, [])
-        if len(places) < _EXAMPLES:
-            places.append(where)
-
-    @property
-    def total(self) -> int:
-        """Number of items of bad input."""
-        return sum(self.counts.values())
-
-    def summary(self) -> str:
-        """Return one line with every reason, its count and its first place."""
-        return "; ".join(
-            f"{n} x {reason}, first {self.examples[reason][0]}" for reason, n in self.counts.items()
-        )
-
-    def why_nothing_is_usable(self, if_empty: str) -> str:
-        """Return the end of a message that no document or conversation was found. if_empty: used without bad input."""
-        return f"that can be used ({self.summary()})" if self.total else f"({if_empty})"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the `bad_input` entry of index.json: {reason: {count, first places}}."""
-        return {
-            reason: {"count": n, "first": self.examples[reason]} for reason, n in sorted(self.counts.items())
-        }
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from deskside.data.corpus.analyze import CorpusOptions, TextSampler, documents_of
+from deskside.data.corpus.bad_input import BadInputLog
 from deskside.data.corpus.heldout import Holdout
-from deskside.data.corpus.sources import BadInputLog, Source
+from deskside.data.corpus.sources import Source
 from deskside.data.reading.mixing import temperature_weights
 from deskside.data.reading.tags import UNKNOWN_LANGUAGE
 from deskside.utils.errors import UsageError

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deskside.data.corpus import sources
+from deskside.data.corpus.bad_input import BadInputLog
 from deskside.data.corpus.records import iter_records
-from deskside.data.corpus.sources import BadInputLog, Document, Source, iter_documents
+from deskside.data.corpus.sources import Document, Source, iter_documents
 from deskside.utils.errors import UsageError
 
 
@@ -224,7 +225,8 @@ def test_a_text_file_over_the_limit_is_several_documents(
 
 PEAK = """
 import resource, sys
-from deskside.data.corpus.sources import BadInputLog, Source, iter_documents
+from deskside.data.corpus.bad_input import BadInputLog
+from deskside.data.corpus.sources import Source, iter_documents
 log = BadInputLog()
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 found = sum(len(d.data) for d in iter_documents(Source.parse(sys.argv[1]), log))
