@@ -28,8 +28,8 @@ from typing import Literal
 
 
 @dataclass(frozen=True)
-class Reference:
-    """Reference point at which the default settings of an optimizer hold."""
+class ReferencePoint:
+    """The point at which the default settings of an optimizer hold."""
 
     hidden_size: int
     batch_tokens: int
@@ -38,9 +38,9 @@ class Reference:
 
 REFERENCES = {
     # 12 layers, 12 tokens per weight of the blocks and the head.
-    "muon": Reference(hidden_size=768, batch_tokens=2**19, total_tokens=1_200_000_000),
+    "muon": ReferencePoint(hidden_size=768, batch_tokens=2**19, total_tokens=1_200_000_000),
     # The AdamW run of our first 300 s measurement on an H200.
-    "adamw": Reference(hidden_size=768, batch_tokens=2**17, total_tokens=168_000_000),
+    "adamw": ReferencePoint(hidden_size=768, batch_tokens=2**17, total_tokens=168_000_000),
 }
 BATCH_EXPONENT = 0.383
 BATCH_REFERENCE = (82_000_000, 2**16)  # tokens of the run, best tokens per step

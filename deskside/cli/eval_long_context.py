@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 from deskside.cli.eval import EvalOptions
-from deskside.evaluate.likelihood import Encoder
+from deskside.evaluate.likelihood import ContextEncoder
 from deskside.evaluate.long_context import DEPTHS, TASKS, LongContextCell, count_steps, long_context
 from deskside.evaluate.run_task import EvaluatedModel
 from deskside.run.directory import RunDirectory
@@ -60,7 +60,7 @@ def evaluate_long_context(
     if not lengths:
         return []
     trials = options.trials or TRIALS
-    encoder = Encoder(loaded.tokenizer, loaded.start_token, always_start=True)
+    encoder = ContextEncoder(loaded.tokenizer, loaded.start_token, always_start=True)
     with ProgressBar("long context", count_steps(names, lengths, trials), "answers") as bar:
         cells = long_context(
             replace(subject, encoder=encoder), names, lengths, trials=trials, seed=SEED, tick=bar.advance

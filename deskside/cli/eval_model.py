@@ -30,7 +30,7 @@ from deskside.cli.output import print_json
 from deskside.config.run import RunConfig
 from deskside.data.chat.renderer import Renderer, read_chat_template
 from deskside.engine.device import select_device, select_dtype
-from deskside.evaluate.likelihood import Encoder
+from deskside.evaluate.likelihood import ContextEncoder
 from deskside.evaluate.long_context import LongContextCell, check_lengths
 from deskside.evaluate.parallel_text import ParallelResult, ParallelText, measure_parallel
 from deskside.evaluate.run_task import (
@@ -260,7 +260,7 @@ def _append(path: Path, records: Sequence[dict[str, Any]]) -> None:
 
 def _subject(options: EvalOptions, loaded: Loaded, batch_tokens: int) -> EvaluatedModel:
     renderer = _chat_renderer(loaded) if options.chat else None
-    encoder = Encoder(loaded.tokenizer, loaded.start_token, always_start=options.start, chat=renderer)
+    encoder = ContextEncoder(loaded.tokenizer, loaded.start_token, always_start=options.start, chat=renderer)
     return EvaluatedModel(
         loaded.model, loaded.tokenizer, encoder, loaded.eos_tokens, batch_tokens, options.chat
     )

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from deskside.utils.printer import Printer
-from deskside.utils.trials import Trial, TrialCache
+from deskside.utils.trials import KeptTrial, TrialCache
 
 
 def describe(cache: TrialCache) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def show(described: Mapping[str, Any], printer: Printer) -> None:
     )
 
 
-def _row(trial: Trial, machine: Mapping[str, Any] | None) -> dict[str, Any]:
+def _row(trial: KeptTrial, machine: Mapping[str, Any] | None) -> dict[str, Any]:
     spec = trial.key.get("spec", {})
     facts = {
         name: value for name, value in spec.items() if isinstance(value, (str, int)) and value is not False

@@ -60,7 +60,7 @@ class Likelihood:
     tokens: int
 
 
-class Encoder:
+class ContextEncoder:
     """Tokenizes text for an evaluation. Special tokens in a text are plain text.
 
     Args:

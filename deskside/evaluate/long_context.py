@@ -18,7 +18,7 @@ import numpy as np
 
 from deskside.engine.requests import Request
 from deskside.evaluate.generated import generate_texts
-from deskside.evaluate.likelihood import Encoder, Likelihood, Pair, likelihoods
+from deskside.evaluate.likelihood import ContextEncoder, Likelihood, Pair, likelihoods
 from deskside.evaluate.run_task import EvaluatedModel
 from deskside.evaluate.scoring import wilson
 from deskside.utils.errors import UsageError
@@ -273,7 +273,7 @@ def _recalls(
     ]
 
 
-def _prompt(encoder: Encoder, cell: tuple[str, int, float | None], seeds: list[int]) -> _Prompt:
+def _prompt(encoder: ContextEncoder, cell: tuple[str, int, float | None], seeds: list[int]) -> _Prompt:
     """Return the longest prompt that has at most the cell's length in tokens with the room for its answer."""
     name, length, depth = cell
     place = depth or 0.0

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from deskside.data.corpus.bad_input import BadInputLog
 from deskside.evaluate.generated import generate_answers, judge_answers
 from deskside.evaluate.items import Examples, Item, read_items, select_indices
-from deskside.evaluate.likelihood import Encoder, Likelihood, likelihoods
+from deskside.evaluate.likelihood import ContextEncoder, Likelihood, likelihoods
 from deskside.evaluate.scoring import centred, mean_centred, wilson
 from deskside.evaluate.tasks import Choice, CompletionTask, Generated, Schema, SelectedTask, Translation
 from deskside.evaluate.translation import corpus_scores, sentence_chrf
@@ -30,7 +30,7 @@ class EvaluatedModel:
 
     model: Transformer
     tokenizer: Tokenizer
-    encoder: Encoder
+    encoder: ContextEncoder
     eos_tokens: Collection[int]
     batch_tokens: int
     chat: bool = False

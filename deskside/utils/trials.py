@@ -30,7 +30,7 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True)
-class Trial:
+class KeptTrial:
     """A kept result. seconds: how long the trial took."""
 
     kind: str
@@ -58,7 +58,7 @@ class TrialCache:
             say(f"trials are not kept: {error}")
             return None
 
-    def find(self, kind: str, spec: Mapping[str, Any]) -> Trial | None:
+    def find(self, kind: str, spec: Mapping[str, Any]) -> KeptTrial | None:
         """Return the kept result for this machine and specification, or None."""
         path = self._path(kind, spec)
         if path is None or not path.exists():
@@ -91,7 +91,7 @@ class TrialCache:
         except (OSError, RunError) as error:
             say(f"the result of a trial is not kept: {error}")
 
-    def trials(self) -> list[Trial]:
+    def trials(self) -> list[KeptTrial]:
         """Return all readable results, of other machines and versions too, the newest first."""
         found = []
         for path in self._files():
@@ -133,7 +133,7 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def _read(path: Path) -> Trial | None:
+def _read(path: Path) -> KeptTrial | None:
     """Read a file; None for one of another schema. Raises OSError, and ValueError for a damaged one."""
     content = json_value(path.read_bytes())
     if not isinstance(content, dict):
@@ -143,4 +143,4 @@ def _read(path: Path) -> Trial | None:
     fields = ("kind", "key", "result", "seconds", "when")
     if not content.keys() >= {*fields, "digest"} or _digest(content["result"]) != content["digest"]:
         raise ValueError("is damaged")
-    return Trial(*(content[name] for name in fields))
+    return KeptTrial(*(content[name] for name in fields))

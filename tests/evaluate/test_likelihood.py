@@ -12,7 +12,7 @@ from tokenizers.processors import TemplateProcessing
 
 from deskside.data.chat.renderer import Renderer
 from deskside.engine import device
-from deskside.evaluate.likelihood import PAGE_SIZE, Encoder, Likelihood, Pair, likelihoods
+from deskside.evaluate.likelihood import PAGE_SIZE, ContextEncoder, Likelihood, Pair, likelihoods
 from deskside.model.cache import allocate_pool
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError, UsageError
@@ -135,7 +135,7 @@ def test_a_long_answer_and_broken_weights_are_said(made: Made) -> None:
 
 
 def test_pairs_of_text(made: Made) -> None:
-    encoder = Encoder(made.tokenizer, made.end)
+    encoder = ContextEncoder(made.tokenizer, made.end)
 
     def ids(text: str) -> tuple[int, ...]:
         return tuple(made.tokenizer.encode(text).ids)
@@ -151,7 +151,7 @@ def test_pairs_of_text(made: Made) -> None:
     assert made.end not in encoder.prompts(["a <|endoftext|> b"])[0]
     with pytest.raises(UsageError, match="adds no token"):
         encoder.pairs([("the sea", "")])
-    started = Encoder(made.tokenizer, made.end, always_start=True)
+    started = ContextEncoder(made.tokenizer, made.end, always_start=True)
     assert started.prompts(["the sea"]) == [(made.end, *ids("the sea"))]
     for plain, begun in zip(found, started.pairs(texts), strict=True):
         assert begun.continuation == plain.continuation
@@ -166,7 +166,7 @@ TEMPLATE = (
 def test_a_template_that_writes_the_start_token_writes_it_once(made: Made, tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
     chat = Renderer(tmp_path, Tokenizer.from_str(made.tokenizer.to_str()))
-    encoder = Encoder(made.tokenizer, made.end, always_start=True, chat=chat)
+    encoder = ContextEncoder(made.tokenizer, made.end, always_start=True, chat=chat)
     (prompt,) = encoder.prompts(["the sea"])
     assert prompt.count(made.end) == 1 and prompt[0] == made.end
     assert prompt[1] == made.tokenizer.token_to_id("<|im_start|>")
@@ -187,7 +187,7 @@ def test_a_chat_adds_the_start_token_of_the_tokenizer(made: Made, tmp_path: Path
     )
     (tmp_path / "chat_template.jinja").write_text(TEMPLATE.removeprefix("<|endoftext|>"))
     chat = Renderer(tmp_path, Tokenizer.from_str(coder.to_str()))
-    (prompt,) = Encoder(coder, made.end, chat=chat).prompts(["the sea"])
+    (prompt,) = ContextEncoder(coder, made.end, chat=chat).prompts(["the sea"])
     coder.encode_special_tokens = False
     assert prompt == tuple(coder.encode("<|im_start|>user\nthe sea<|im_end|>\n").ids)
     assert prompt[0] == made.end
@@ -199,10 +199,12 @@ def test_a_tokenizer_that_adds_a_start_token_adds_it_once(made: Made) -> None:
     coder.post_processor = TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", made.end)]
     )
-    (pair,) = Encoder(coder, made.end, always_start=True).pairs([("the sea", " went")])
-    (plain,) = Encoder(made.tokenizer, made.end).pairs([("the sea", " went")])
+    (pair,) = ContextEncoder(coder, made.end, always_start=True).pairs([("the sea", " went")])
+    (plain,) = ContextEncoder(made.tokenizer, made.end).pairs([("the sea", " went")])
     assert pair == Pair((made.end, *plain.context), plain.continuation)
-    assert Encoder(coder, made.end).pairs([("the sea", " went"), ("", "went")])[1].context == (made.end,)
+    assert ContextEncoder(coder, made.end).pairs([("the sea", " went"), ("", "went")])[1].context == (
+        made.end,
+    )
 
 
 def test_a_context_is_computed_once(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:

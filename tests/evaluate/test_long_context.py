@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from deskside.engine.requests import Request
 from deskside.evaluate import long_context as module
-from deskside.evaluate.likelihood import Encoder, Likelihood, Pair
+from deskside.evaluate.likelihood import ContextEncoder, Likelihood, Pair
 from deskside.evaluate.long_context import TASKS, count_steps, long_context, recall
 from deskside.evaluate.run_task import EvaluatedModel
 from deskside.utils.errors import UsageError
@@ -26,7 +26,7 @@ CELLS = [(name, depth) for name, task in TASKS.items() for depth in task.depths]
 
 
 def subject_of(made: Made) -> EvaluatedModel:
-    encoder = Encoder(made.tokenizer, made.end, always_start=True)
+    encoder = ContextEncoder(made.tokenizer, made.end, always_start=True)
     return EvaluatedModel(made.model, made.tokenizer, encoder, [made.end], batch_tokens=4096)
 
 
