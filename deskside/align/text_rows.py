@@ -4,8 +4,8 @@ A split has texts, numbered from 0; each is a question with an answer. `TextRows
 the same for the whole run, and shuffles the rows.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +22,7 @@ from deskside.utils.errors import UsageError
 Units = Sequence[NDArray[np.int64]]  # unit indices of each row
 
 
-class TextRows(PreparedSplit):
+class TextRows(PreparedSplit, ABC):
     """Base class of one split of prepared texts, packed for one sequence length.
 
     `rows` has the unit indices of each row. Units that do not fit into a row are left out; `left_out` counts them.
@@ -45,20 +45,20 @@ class TextRows(PreparedSplit):
             )
         self.rows = [fits[row] for row in pack_units(unit_lengths[fits], self.sequence_length)]
 
-    def text(self, index: int) -> TokenizedText:
-        raise NotImplementedError
+    @abstractmethod
+    def text(self, index: int) -> TokenizedText: ...
 
-    @cached_property
+    @property
+    @abstractmethod
     def scored_start(self) -> NDArray[np.int64]:
         """Return the offsets of each text's answer in the concatenation of all answers.
 
         Shape (number of texts + 1,); the last entry is the total.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def reference_texts(self, rows: Units) -> list[list[int]]:
         """Return the indices, in rows, of the texts of these units whose reference log-probabilities are needed."""
-        raise NotImplementedError
 
     def tell_left_out(self, say: Callable[[str], None]) -> None:
         """Tell the user how many units do not fit."""
