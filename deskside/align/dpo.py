@@ -28,7 +28,7 @@ from deskside.align.preference_losses import pair_losses
 from deskside.align.prepared import describe_data
 from deskside.align.reference import Reference
 from deskside.align.samples import AlignObjective
-from deskside.align.text_rows import StepLoader, TextRows, Units, rows_of_rank
+from deskside.align.text_rows import StepLoader, TextRows, Units, evaluation_sums
 from deskside.config.align import DpoConfig
 from deskside.config.run import RunConfig
 from deskside.config.sections import ComputeConfig
@@ -125,21 +125,15 @@ class Dpo(AlignObjective):
 
     def evaluate(self, session: Session, max_tokens: int | None) -> Evaluation:
         rows = cast(PairRows, session.validation)
-        sums = dict.fromkeys(("loss", *METRICS, "pairs", "rows"), 0.0)
-        for indices in rows_of_rank(rows, session, max_tokens):
-            units = [rows.rows[i] for i in indices]
+
+        def measure(units: Units) -> Mapping[str, Tensor | float]:
             batch = self._batch_of(rows, units, (1, 1), session.world.device)
-            with torch.no_grad():
-                scores = answers.score(
-                    session.model, batch, answers.evaluation_context(session, batch), session.config.compute
-                )
-                loss_P, _, metric_sums = self._losses_and_metrics(scores.logprobs_SL, batch)
-            for name, value in {"loss": loss_P.sum(), **metric_sums}.items():
-                sums[name] += float(value)
-            sums["pairs"] += len(loss_P)
-            sums["rows"] += len(indices)
-        totals = torch.tensor(list(sums.values()), dtype=torch.float64, device=session.world.device)
-        sums = dict(zip(sums, session.world.all_reduce_sum(totals).tolist(), strict=True))
+            context = answers.evaluation_context(session, batch)
+            scores = answers.score(session.model, batch, context, session.config.compute)
+            loss_P, _, metric_sums = self._losses_and_metrics(scores.logprobs_SL, batch)
+            return {"loss": loss_P.sum(), "pairs": len(loss_P), **metric_sums}
+
+        sums, tokens = evaluation_sums(rows, session, max_tokens, ("loss", *METRICS, "pairs"), measure)
         pairs = int(sums["pairs"])
         found = self.metrics(sums, pairs)
         metrics = {f"val_{name}": value for name, value in found.items()}
@@ -150,7 +144,6 @@ class Dpo(AlignObjective):
         )
         if not self.options.reference_free:
             message += f", KL {metrics['val_kl']:.4f} per token"
-        tokens = int(sums["rows"]) * rows.sequence_length
         return Evaluation(metrics, {**metrics, "val_pairs": pairs}, message, tokens)
 
     # Batches

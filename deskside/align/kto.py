@@ -25,7 +25,7 @@ from deskside.align.preference_losses import kl_estimate, labelled_losses
 from deskside.align.prepared import describe_data
 from deskside.align.reference import Reference, score_texts, seconds_per_row
 from deskside.align.samples import AlignObjective
-from deskside.align.text_rows import StepLoader, TextRows, Units, rows_of_rank
+from deskside.align.text_rows import StepLoader, TextRows, Units, evaluation_sums, rows_of_rank
 from deskside.config.align import KtoConfig
 from deskside.config.run import RunConfig
 from deskside.config.sections import ComputeConfig
@@ -143,33 +143,21 @@ class Kto(AlignObjective):
     def evaluate(self, session: Session, max_tokens: int | None) -> Evaluation:
         rows, world = cast(LabelledRows, session.validation), session.world
         mine = [rows.rows[i] for part in rows_of_rank(rows, session, max_tokens) for i in part]
-        count = int(self._sum_over_ranks([float(sum(len(row) for row in mine))])[0])
+        count = int(world.all_reduce_sum(torch.tensor(sum(len(row) for row in mine), device=world.device)))
         kl = self._kl(mine, rows, count)
-        sums = dict.fromkeys(("loss", *METRICS, "rows"), 0.0)
-        for first in range(0, len(mine), session.micro_rows):
-            units = mine[first : first + session.micro_rows]
+
+        def measure(units: Units) -> Mapping[str, Tensor]:
             batch = self._batch(rows, units, kl, count, world.device)
-            with torch.no_grad():
-                loss = self.loss(
-                    session.model, batch, answers.evaluation_context(session, batch), session.config.compute
-                )
-            for name, value in {"loss": loss.sum, **loss.metric_sums}.items():
-                sums[name] += float(value)
-            sums["rows"] += len(units)
-        sums = dict(zip(sums, self._sum_over_ranks(list(sums.values())), strict=True))
+            context = answers.evaluation_context(session, batch)
+            loss = self.loss(session.model, batch, context, session.config.compute)
+            return {"loss": loss.sum, **loss.metric_sums}
+
+        sums, tokens = evaluation_sums(rows, session, max_tokens, ("loss", *METRICS), measure)
         metrics = {f"val_{name}": value for name, value in self.metrics(sums, count).items()}
         metrics["val_loss"] = sums["loss"] / count
         margin = f", margin {metrics['val_margin']:.3f}" if "val_margin" in metrics else ""
         message = f"loss {metrics['val_loss']:.4f} on {count:,} held-out answers{margin}, KL {metrics['val_kl']:.3f}"
-        tokens = int(sums["rows"]) * rows.sequence_length
         return Evaluation(metrics, {**metrics, "val_answers": count}, message, tokens)
-
-    def _sum_over_ranks(self, values: list[float]) -> list[float]:
-        world = self.session.world
-        found: list[float] = world.all_reduce_sum(
-            torch.tensor(values, dtype=torch.float64, device=world.device)
-        ).tolist()
-        return found
 
     # Batches
 

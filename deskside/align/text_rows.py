@@ -5,12 +5,13 @@ the same for the whole run, and shuffles the rows.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from deskside.align.answers import TokenizedText, lay_out, pack_units
 from deskside.align.prepared import NOUN, PreparedSplit
@@ -106,6 +107,28 @@ def rows_of_rank(rows: TextRows, session: Session, max_tokens: int | None) -> It
     indices = (np.arange(count) * rows.num_rows // count)[session.world.rank :: session.world.size].tolist()
     for first in range(0, len(indices), session.micro_rows):
         yield indices[first : first + session.micro_rows]
+
+
+def evaluation_sums(
+    rows: TextRows,
+    session: Session,
+    max_tokens: int | None,
+    names: Sequence[str],
+    measure: Callable[[Units], Mapping[str, Tensor | float]],
+) -> tuple[dict[str, float], int]:
+    """Return sums over the rows of `rows_of_rank` on all ranks, and the number of their tokens.
+
+    measure: called without gradients with the units of a micro-batch; returns its sum for each of `names`.
+    """
+    sums = dict.fromkeys(("rows", *names), 0.0)  # a rank may have no rows
+    for indices in rows_of_rank(rows, session, max_tokens):
+        sums["rows"] += len(indices)
+        with torch.no_grad():
+            for name, value in measure([rows.rows[i] for i in indices]).items():
+                sums[name] += float(value)
+    totals = torch.tensor(list(sums.values()), dtype=torch.float64, device=session.world.device)
+    sums = dict(zip(sums, session.world.all_reduce_sum(totals).tolist(), strict=True))
+    return sums, int(sums.pop("rows")) * rows.sequence_length
 
 
 class StepBuilder(Protocol):
