@@ -9,13 +9,8 @@ import pytest
 from deskside.cli import sft as sft_command
 from deskside.cli.main import main
 from deskside.config.align import GrpoConfig
-from deskside.config.model import ModelConfig
-from deskside.data import tokenizer as bpe
 from deskside.data.chat.chat_template import ChatTemplate
 from deskside.data.chat.messages import Conversation
-from deskside.model.init import initialize
-from deskside.model.transformer import Transformer
-from deskside.weights.hf import save_hf
 from tests.align import tiny
 
 TEMPLATE = """\
@@ -67,23 +62,8 @@ KEYS = (
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of `deskside sft`: a model that mostly calls `count`, and then says what it got, or one of two digits."""
     folder = tmp_path_factory.mktemp("caller")
-    (folder / "tokenizer").mkdir()
     text = [CALL + json.dumps(SCHEMA) + "user assistant tool system how many 5 6 7 8 \n"] * 20
-    bpe.save(bpe.train(text, 330), folder / "tokenizer")
-    config = ModelConfig(
-        vocab_size=384,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        intermediate_size=64,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-    )
-    made = Transformer(config)
-    initialize(made, 0)
-    save_hf(made, config, folder / "tokenizer", folder / "model")
+    model = tiny.model(folder / "model", text=text, tokens=330)
     (folder / "template.jinja").write_text(TEMPLATE)
     rows = []
     for n, question in enumerate(tiny.questions()):
@@ -99,7 +79,7 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
         turns = [{"role": "user", "content": question["prompt"]}, *(called if n % 4 else [])]
         rows.append({"messages": [*turns, {"role": "assistant", "content": said}], "tools": [SCHEMA]})
     data = tiny.jsonl(folder / "chats.jsonl", rows)
-    argv = tiny.command_line(folder / "model", data, folder, "caller")
+    argv = tiny.command_line(model, data, folder, "caller")
     argv += ["--batch.sequence_length", "192", "--batch.tokens", "3072", "--optim.lr", "5e-3"]
     argv += ["--align.template", str(folder / "template.jinja"), "--schedule.steps", "120"]
     assert sft_command.run(argv) == 0

@@ -18,6 +18,7 @@ from deskside.train.state.checkpointer import Checkpointer
 from deskside.weights.hf import save_hf
 
 RUN = ("--compute.device", "cpu", "--precision.name", "fp32", "--checkpoint.every", "2 steps")
+TEXT = ("digits 0123456789 and letters, user assistant yes no please",) * 4
 
 
 def command_line(model: Path, data: Path, folder: Path, name: str) -> list[str]:
@@ -30,14 +31,14 @@ class Killed(BaseException):
     """As sudden as a kill: nothing is saved any more."""
 
 
-def model(folder: Path, seed: int = 0) -> Path:
-    """A Hugging Face directory with fresh weights and a byte-level tokenizer."""
+def model(folder: Path, seed: int = 0, text: Iterable[str] = TEXT, tokens: int = 260) -> Path:
+    """A Hugging Face directory with fresh weights and a byte-level tokenizer of this many tokens of this text."""
     folder.mkdir(parents=True)
-    tokens = folder.parent / f"{folder.name}-tokenizer"
-    tokens.mkdir()
-    bpe.save(bpe.train(["digits 0123456789 and letters, user assistant yes no please"] * 4, 260), tokens)
+    tokenizer = folder.parent / f"{folder.name}-tokenizer"
+    tokenizer.mkdir()
+    bpe.save(bpe.train(text, tokens), tokenizer)
     config = ModelConfig(
-        vocab_size=320,
+        vocab_size=-(-tokens // 64) * 64,
         hidden_size=32,
         num_hidden_layers=2,
         num_attention_heads=2,
@@ -49,7 +50,7 @@ def model(folder: Path, seed: int = 0) -> Path:
     )
     made = Transformer(config)
     initialize(made, seed)
-    return save_hf(made, config, tokens, folder)
+    return save_hf(made, config, tokenizer, folder)
 
 
 def jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
