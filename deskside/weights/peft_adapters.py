@@ -216,25 +216,11 @@ def _merge_experts(
 
 
 def _with_tables(model: Transformer, adapters: PeftAdapters) -> Transformer:
-    """Return a model whose embedding and head can take those of the adapters: untied, or of a larger vocabulary.
-
-    An adapter of only one of two tied tables unties them, as in PEFT.
-    """
+    """Return a model whose embedding and head can take those of the adapters: untied, or of a larger vocabulary."""
     family = family_of(model.config)
     names = [hf_name(f"{table}.weight", family) for table in ("embed", "lm_head")]
+    tied = model.config.tie_word_embeddings and _stay_tied(adapters, *names)
     embed, head = (adapters.tensors.get(name) for name in names)
-    embed_module, head_module = (name.removesuffix(".weight") for name in names)
-    tied = model.config.tie_word_embeddings
-    if tied:
-        saved = embed is not None and embed_module.rpartition(".")[2] in (
-            adapters.config.modules_to_save or ()
-        )
-        if embed is not None and head is not None and torch.equal(embed, head):
-            del adapters.tensors[names[1]]
-            head, saved = None, False
-        own_head = head is not None or head_module in adapters.low_rank or head_module in adapters.rows
-        own_embed = saved or embed_module in adapters.low_rank
-        tied = not own_head and (adapters.config.ensure_weight_tying or not own_embed)
     vocabulary = next((len(table) for table in (embed, head) if table is not None), model.config.vocab_size)
     if (tied, vocabulary) == (model.config.tie_word_embeddings, model.config.vocab_size):
         return model
@@ -248,11 +234,27 @@ def _with_tables(model: Transformer, adapters: PeftAdapters) -> Transformer:
     old = {tensor.name: tensor.view for tensor in logical_tensors(model)}
     for tensor in logical_tensors(changed):
         values = old[tensor.name] if tensor.name in old else old["embed.weight"]
-        rows = min(
-            len(values), len(tensor.view)
-        )  # `merge_peft` writes whole tables if the vocabulary changes
+        # `merge_peft` writes whole tables if the vocabulary changes.
+        rows = min(len(values), len(tensor.view))
         tensor.view[:rows] = values[:rows]
     return changed
+
+
+def _stay_tied(adapters: PeftAdapters, embed: str, head: str) -> bool:
+    """Return False if an adapter of only one of two tied tables unties them, as in PEFT. embed, head: their names.
+
+    If the adapters have the same table for both, the head's is dropped.
+    """
+    config, tensors = adapters.config, adapters.tensors
+    are_equal = embed in tensors and head in tensors and torch.equal(tensors[embed], tensors[head])
+    if are_equal:
+        del tensors[head]
+    embed_module, head_module = embed.removesuffix(".weight"), head.removesuffix(".weight")
+    if head in tensors or head_module in adapters.low_rank or head_module in adapters.rows:
+        return False
+    is_saved = embed in tensors and embed_module.rpartition(".")[2] in (config.modules_to_save or ())
+    is_adapted = embed_module in adapters.low_rank or (is_saved and not are_equal)
+    return config.ensure_weight_tying or not is_adapted
 
 
 def _low_rank(config: PeftConfig, module: str, found: dict[str, Tensor], file: Path) -> LowRank:
