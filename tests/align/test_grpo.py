@@ -71,6 +71,7 @@ def test_the_reward_rises_from_below_a_tenth_to_above_six_tenths(
     rows = tiny.metrics(run)
     assert rows[0]["reward"] < 0.2
     assert "val_bpb" not in rows[0]
+    assert summary["mfu"] is None and all(row["mfu"] is None for row in rows)
     assert summary["before"]["val_reward"] < 0.1
     assert summary["val_reward"] > 0.6
     assert sum(row["reward"] for row in rows[-5:]) / 5 > 0.6

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pytest
+
 from deskside.dashboard.page import FIRST_PAGE
 
 if TYPE_CHECKING:
@@ -22,6 +24,13 @@ OWN_404 = re.compile(r"/\w+/_stcore/(health|host-config)$")
 DRAWN = (
     "!document.querySelector('[data-testid=stSkeleton]') && "
     "[...document.querySelectorAll('[data-testid=stPlotlyChart]')].every(e => e.querySelector('.main-svg'))"
+)
+
+# Serious faults in Streamlit's own markup, which we cannot change: (rule, what the element's HTML begins with).
+# Its navigation puts a heading for screen readers and lists of its own between a list and its items.
+FAULTS_OF_STREAMLIT = (
+    ("list", '<ul data-testid="stSidebarNavItems"'),
+    ("listitem", '<li class="st-emotion-cache-'),
 )
 
 
@@ -90,3 +99,19 @@ def fits(page: "Page") -> bool:
         ".map(e => e.scrollWidth - e.clientWidth)"
     )
     return max(wide) <= 0
+
+
+def serious_faults(page: "Page") -> list[str]:
+    """What axe-core calls serious or critical, except for `FAULTS_OF_STREAMLIT`."""
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed").Axe()
+    found = [
+        (rule["id"], node["html"])
+        for rule in axe.run(page).response["violations"]
+        if rule["impact"] in ("serious", "critical")
+        for node in rule["nodes"]
+    ]
+    return [
+        f"{rule}: {html}"
+        for rule, html in found
+        if not any(rule == known and html.startswith(start) for known, start in FAULTS_OF_STREAMLIT)
+    ]

@@ -10,17 +10,28 @@ import pytest
 from deskside.dashboard import tables
 from deskside.dashboard.page import PAGES
 from deskside.study import results as study_results
-from tests.dashboard.browsing import DESKTOP, PHONE, fits, opened, settled
+from tests.dashboard.browsing import DESKTOP, PHONE, fits, opened, serious_faults, settled
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 
-@pytest.mark.parametrize("name", [spec.name for spec in PAGES])
-def test_every_page_is_drawn_and_fits_a_phone(browser: "Browser", address: str, name: str) -> None:
+# Other tests open these pages too.
+OPENED_ELSEWHERE = ("report", "metrics", "trade_offs", "tables")
+NAMES = [
+    pytest.param(spec.name, marks=[pytest.mark.full] if spec.name in OPENED_ELSEWHERE else [])
+    for spec in PAGES
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_page_is_drawn_for_everyone_and_fits_a_phone(
+    browser: "Browser", address: str, name: str
+) -> None:
     page = opened(browser, address, name)
     title = next(spec.title for spec in PAGES if spec.name == name)
     assert page.title() == f"{title} · deskside"
+    assert serious_faults(page) == []
     page.set_viewport_size(PHONE)
     page.wait_for_timeout(400)
     settled(page)
@@ -94,6 +105,7 @@ def test_the_exported_trials_are_those_of_results_json(
     page.close()
 
 
+@pytest.mark.full
 def test_a_chart_is_saved_as_png(browser: "Browser", address: str) -> None:
     page = opened(browser, address, "metrics")
     chart = page.locator('[data-testid="stPlotlyChart"]').first

@@ -5,8 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from deskside.dashboard.page import PAGES
 from deskside.facts.power_and_prices import default_electricity_price
-from tests.dashboard.browsing import DESKTOP, PHONE, fits, opened, settled
+from tests.dashboard.browsing import DESKTOP, PHONE, fits, opened, serious_faults, settled
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -15,32 +16,26 @@ BOXES = """() => [...document.querySelectorAll('.annotation')].filter(e => e.get
     .map(e => e.getBoundingClientRect()).map(b => [b.left, b.top, b.right, b.bottom])"""
 
 
-def test_pages_are_dark_if_the_system_is(browser: "Browser", address: str) -> None:
-    page = opened(browser, address, "summary", size=PHONE, scheme="dark")
-    for name in ("summary", "metrics", "trade_offs", "planner"):
-        page.goto(f"{address}/{name}")
-        settled(page)
-        assert (
-            brightness(
-                page, "getComputedStyle(document.querySelector('[data-testid=stApp]')).backgroundColor"
-            )
-            < 60
-        )
-        texts = page.evaluate(
-            "[...document.querySelectorAll('.ytick text')].map(e => getComputedStyle(e).fill)"
-        )
-        assert all(min(numbers(color)) > 120 for color in texts)
-        assert fits(page), f"{name} scrolls sideways"
+DARK_PAGES = (
+    "summary",
+    *(pytest.param(s.name, marks=pytest.mark.full) for s in PAGES if s.name != "summary"),
+)
+
+
+@pytest.mark.parametrize("name", DARK_PAGES)
+def test_pages_are_dark_if_the_system_is(browser: "Browser", address: str, name: str) -> None:
+    page = opened(browser, address, name, size=PHONE, scheme="dark")
+    background = "getComputedStyle(document.querySelector('[data-testid=stApp]')).backgroundColor"
+    assert max(numbers(page.evaluate(background))) < 60
+    texts = page.evaluate("[...document.querySelectorAll('.ytick text')].map(e => getComputedStyle(e).fill)")
+    assert all(min(numbers(color)) > 120 for color in texts)
+    assert serious_faults(page) == []
     page.close()
 
 
 def numbers(color: str) -> list[int]:
     """The red, green and blue of `rgb(1, 2, 3)`."""
     return [int(float(part)) for part in color.split("(")[1].rstrip(")").split(",")[:3]]
-
-
-def brightness(page: "Page", expression: str) -> int:
-    return max(numbers(page.evaluate(expression)))
 
 
 def test_the_answer_of_a_group_unfolds_and_changes_with_the_goal(browser: "Browser", address: str) -> None:

@@ -95,7 +95,7 @@ class Trainer:
     """Runs steps until the plan is complete or a stop is requested.
 
     evaluate: evaluates on the validation split and returns metrics for the step's row. complete_row: adds MFU, memory
-    and power to a row of metrics, given the model's FLOP/s.
+    and power to a row of metrics, given the model's FLOP/s, or None.
     """
 
     def __init__(
@@ -113,7 +113,12 @@ class Trainer:
         self.plan, self.clock, self.progress = length.plan, length.clock, progress
         self.checkpointer, self.log = checkpointer, log
         self.evaluate, self.complete_row = evaluate, complete_row
-        self._flops = [flops_per_token(self.config.model, stage.sequence_length) for stage in stages]
+        # GRPO counts a short answer as a whole row and KTO runs more forward passes, so their FLOPs are not known.
+        self._flops = (
+            [flops_per_token(self.config.model, stage.sequence_length) for stage in stages]
+            if not stepper.objective.reads_weights
+            else None
+        )
         self._start_intervals()
         self.recent: deque[float] = deque(maxlen=RECENT_STEPS)
         self.timed_seconds, self.timed_tokens, self.timed_flops, self.paused_seconds = 0.0, 0, 0.0, 0.0
@@ -232,8 +237,9 @@ class Trainer:
         return Position(self.progress.step, self.progress.tokens, self.clock.seconds())
 
     def flops_per_second(self) -> float | None:
-        """Return the model's mean FLOP/s over the steps of `tokens_per_second`."""
-        return self.timed_flops / self.timed_seconds if self.timed_seconds else None
+        """Return the model's mean FLOP/s over the steps of `tokens_per_second`; None if its FLOPs are not known."""
+        known = self._flops is not None and self.timed_seconds
+        return self.timed_flops / self.timed_seconds if known else None
 
     def tokens_per_second(self) -> float | None:
         """Return the mean over the steps of this process, without evaluation and checkpoints; None before the first."""
@@ -281,10 +287,11 @@ class Trainer:
             if step.stage == self._stage:  # the host may have launched the first step of the next stage
                 self.recent.append(seconds)
             tokens_per_second = stage.tokens_per_step / seconds
-            flops_per_second = tokens_per_second * self._flops[step.stage]
             self.timed_seconds += seconds
             self.timed_tokens += stage.tokens_per_step
-            self.timed_flops += stage.tokens_per_step * self._flops[step.stage]
+            if self._flops is not None:
+                flops_per_second = tokens_per_second * self._flops[step.stage]
+                self.timed_flops += stage.tokens_per_step * self._flops[step.stage]
         self._last_end = step.metrics.end
         if skipped:
             self.log.event(f"step {row['step']} skipped: {why_skipped}")

@@ -98,7 +98,7 @@ class Rows(list[dict[str, Any]]):
         pass
 
 
-def run(device: Device, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+def run(device: Device, rows: Rows, monkeypatch: pytest.MonkeyPatch, reads_weights: bool = False) -> Trainer:
     """Evaluated after every fifth step."""
     monkeypatch.setattr(trainer, "DeviceEvent", lambda _: At(device), raising=False)
     monkeypatch.setattr(time, "perf_counter", device.perf_counter)
@@ -108,7 +108,9 @@ def run(device: Device, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> Trainer:
         world=World(torch.device("cuda")),
         guard=Guard(config.guard),
         optimizer=SimpleNamespace(lr_groups=lambda: {"all": 0.1}),
-        objective=SimpleNamespace(loader=lambda *_: Loader(), metrics=lambda *_: {}),
+        objective=SimpleNamespace(
+            loader=lambda *_: Loader(), metrics=lambda *_: {}, reads_weights=reads_weights
+        ),
         routers=SimpleNamespace(metrics=lambda *_: {}),
         set_progress=lambda *_: None,
         set_window=lambda _: None,
@@ -126,7 +128,7 @@ def run(device: Device, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> Trainer:
         SimpleNamespace(save=lambda *_: None, has_written=False, timings={}),  # type: ignore[arg-type]
         log,
         evaluate=device.evaluate,
-        complete_row=lambda row, _: row,
+        complete_row=lambda row, flops_per_second: {**row, "flops": flops_per_second},
     )
     with StopSignal() as stop:
         assert trained.run(stop) == "finished"
@@ -166,3 +168,10 @@ def test_moments_of_a_cpu_are_a_stopwatch() -> None:
     end = DeviceEvent(torch.device("cpu"))
     end.synchronize()
     assert 0.02 <= end.seconds_since(begin) <= time.perf_counter() - before
+
+
+def test_flops_are_unknown_of_an_objective_that_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = Rows()
+    trained = run(Device(0.01, 0.05, waits=False), rows, monkeypatch, reads_weights=True)
+    assert trained.flops_per_second() is None and trained.tokens_per_second()
+    assert [row["flops"] for row in rows] == [None] * STEPS
