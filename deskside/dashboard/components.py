@@ -1,23 +1,17 @@
-"""Elements that several pages share: charts, notes, the group selector, and the table of unreadable directories."""
+"""Elements that several pages share: charts and the group selector."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import streamlit as st
 
-from deskside.dashboard import file_cache, plotly_charts, study_charts, tables, theme
+from deskside.dashboard import plotly_charts, study_charts, tables, theme
+from deskside.dashboard.notes import empty_state
 from deskside.dashboard.sidebar import Context, StudySelection, all_groups_key, group_key, literal
 from deskside.report import study_text
 from deskside.run.expert_load import layer_with_differences, load_by_language, newest_load, relative
 from deskside.run.record import RunRecord, number
 from deskside.study.stats.metrics import metric_named
-
-COMMANDS = """deskside go --preset demo --hours 0.05     # three minutes on a CPU, from bundled text
-deskside study matrix16-quick              # sixteen arms: GQA and FP4 at four sizes, on a CPU
-deskside train 124m --data.path DIR        # one run"""
-
-
-REFRESH_SECONDS = 2  # between two looks at the files of runs that are training
 
 
 def chart(figure: plotly_charts.go.Figure, key: str, alt: str) -> None:
@@ -29,16 +23,6 @@ def chart(figure: plotly_charts.go.Figure, key: str, alt: str) -> None:
     st.plotly_chart(
         drawn, key=f"chart-{key}", config={**plotly_charts.MODE_BAR, "toImageButtonOptions": image}, alt=alt
     )
-
-
-def empty_state(context: Context) -> None:
-    """Draw a note that explains why a page is empty: the filters hide all arms, or there is nothing to show yet."""
-    if context.selection is not None:
-        st.info("The filters in the sidebar hide all arms. Clear one of them.")
-        return
-    st.info(f"Nothing to show below `{context.root}` yet. Each of these commands creates a study or a run:")
-    st.code(COMMANDS, language="bash")
-    st.caption("This page finds new runs while they train. For another directory: deskside dashboard DIR")
 
 
 def pick_group(context: Context, allow_all: bool = False) -> StudySelection | None:
@@ -93,19 +77,6 @@ def _baseline_levels(selection: StudySelection) -> str | None:
         return None
     levels = [f"{f.label} {baseline.levels[f.name]}" for f in groups[0].factors if f.name in baseline.levels]
     return ", ".join(levels) or None
-
-
-def problem_rows(context: Context) -> list[dict[str, str]]:
-    """Return a table row for every directory that could not be read completely, except for runs of studies."""
-    rows = [(str(path), reason) for path, reason in context.scan.problems]
-    for path in context.scan.studies:
-        study = file_cache.study(path)
-        if study is not None and study.problem:
-            rows.append((str(path), study.problem))
-    for run in context.scan.standalone_runs:
-        if reasons := file_cache.brief(run.path).problems:
-            rows.append((str(run.path), "; ".join(reasons)))
-    return [{"directory": path.removeprefix(f"{context.root}/"), "why": reason} for path, reason in rows]
 
 
 def memory_limit(selection: StudySelection) -> tuple[float, str] | None:

@@ -9,7 +9,8 @@ from pathlib import Path
 import streamlit as st
 
 from deskside.dashboard import file_cache, sidebar, theme
-from deskside.dashboard.sidebar import Context
+from deskside.dashboard.sidebar import Context, StudySelection
+from deskside.study.results import Results
 from deskside.utils.format import plural
 
 
@@ -80,8 +81,26 @@ def _drawing(spec: PageSpec, root: Path, pages: Mapping[str, st.Page]) -> Callab
         scan = file_cache.scan_result(str(root))
         selection = sidebar.show(root, scan, spec.filters_arms) if spec.of_study else None
         import_module(f"deskside.dashboard.views.{spec.name}").show(Context(root, scan, selection, pages))
+        if selection is not None and not selection.unfiltered.complete:
+            st.fragment(run_every=file_cache.REFRESH_SECONDS)(_draw_again_when_changed)(selection)
 
     return draw
+
+
+def _draw_again_when_changed(selection: StudySelection) -> None:
+    """Draw the page of a study again if a trial has begun or ended since it was drawn."""
+    read = file_cache.study(selection.folder)
+    if (
+        read is not None
+        and read.results is not None
+        and _states(read.results) != _states(selection.unfiltered)
+    ):
+        st.rerun()
+
+
+def _states(results: Results) -> tuple[bool, list[tuple[str, list[str]]]]:
+    """Return whether a study is complete, and the status of each of its trials."""
+    return results.complete, [(arm.id, [trial.status for trial in arm.trials]) for arm in results.arms]
 
 
 if __name__ == "__main__":

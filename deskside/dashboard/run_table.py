@@ -189,7 +189,10 @@ def electricity(card_watts: float, seconds: float, cards: int) -> float:
 
 def cost_note() -> str:
     """Return where the price behind the column of costs comes from."""
-    return f"electricity at {default_electricity_price().label}; power measured, without it no cost is shown"
+    return (
+        f"electricity of the whole computer at {default_electricity_price().label}; the power of the card is measured, "
+        "that of the rest is modelled as in `deskside plan`; a report counts the card alone"
+    )
 
 
 def sparkline(losses: Sequence[float]) -> tuple[float, ...]:

@@ -1,6 +1,7 @@
 """Every page, drawn without a browser, of directories in every state."""
 
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -360,3 +361,10 @@ def test_the_planner_says_how_far_predictions_are_off(tmp_path: Path, draw: Draw
     made_up.study(tmp_path / "s", arms=compare(replace(whole, arms=arms)).arms)
     said = text(draw(tmp_path, "planner"))
     assert "50 % less than predicted" in said and "-50 %" in said
+
+
+def test_the_first_page_waits_for_no_slow_import() -> None:
+    slow = "{'matplotlib', 'pandas', 'scipy', 'torch'}"
+    code = f"import sys, deskside.dashboard.views.runs; print(*sorted({slow} & set(sys.modules)))"
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == []

@@ -1,6 +1,8 @@
 """The pages of studies and the planner in a real browser: both themes, filters, labels, and nothing on the console."""
 
+import json
 from itertools import combinations
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -66,6 +68,25 @@ def test_the_labels_of_trade_offs_do_not_collide(
             first[2] <= second[0] or second[2] <= first[0] or first[3] <= second[1] or second[3] <= first[1]
         )
         assert apart, (first, second)
+    page.close()
+
+
+def test_a_page_of_a_study_is_drawn_again_when_a_trial_ends(
+    browser: "Browser", address: str, served_root: Path
+) -> None:
+    path = served_root / "studies/two/results.json"
+    ended = path.read_text()
+    running = json.loads(ended) | {"complete": False}
+    running["arms"][0]["trials"][0]["status"] = "pending"
+    path.write_text(json.dumps(running))
+    try:
+        page = opened(browser, address, "summary", "?study=studies/two")
+        unfinished = page.get_by_text("deskside study --resume")
+        assert unfinished.count() == 1
+    finally:
+        path.write_text(ended)
+    unfinished.wait_for(state="detached")
+    settled(page)
     page.close()
 
 

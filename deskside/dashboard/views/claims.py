@@ -6,7 +6,8 @@ import pandas as pd
 import streamlit as st
 
 from deskside.dashboard import verdict_rows
-from deskside.dashboard.components import empty_state, sentence
+from deskside.dashboard.components import sentence
+from deskside.dashboard.notes import empty_state
 from deskside.dashboard.sidebar import Context, StudySelection, literal
 from deskside.dashboard.verdict_rows import VerdictRow
 from deskside.report.study_claims import CLAIM_KINDS, VERDICTS, claims_sentence, measured_text

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import streamlit as st
 
-from deskside.dashboard.components import empty_state
+from deskside.dashboard.notes import empty_state
 from deskside.dashboard.scan import name_below
 from deskside.dashboard.sidebar import Context, literal
 

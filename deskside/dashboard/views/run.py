@@ -8,7 +8,8 @@ from typing import Any
 import streamlit as st
 
 from deskside.dashboard import file_cache, plotly_charts, run_details, run_plots, theme
-from deskside.dashboard.components import REFRESH_SECONDS, chart, empty_state, expert_charts
+from deskside.dashboard.components import chart, expert_charts
+from deskside.dashboard.notes import empty_state
 from deskside.dashboard.run_details import key_numbers, newest_values
 from deskside.dashboard.run_table import RUN, TRIAL, TableRow, study_of
 from deskside.dashboard.runs import progress
@@ -53,7 +54,7 @@ def show(context: Context) -> None:
         st.info("Select a run above, or several to compare them.")
         return
     chosen = {name: found[name] for name in names}
-    every = REFRESH_SECONDS if any(run.path in live for run in chosen.values()) else None
+    every = file_cache.REFRESH_SECONDS if any(run.path in live for run in chosen.values()) else None
     st.fragment(run_every=every)(_draw_head)(context, chosen)
     for part, tab in zip(
         PARTS, st.tabs(PARTS, key="part", on_change="rerun", bind="query-params"), strict=True

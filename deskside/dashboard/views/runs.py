@@ -5,7 +5,7 @@ from typing import Any
 import streamlit as st
 
 from deskside.dashboard import file_cache, run_table, theme
-from deskside.dashboard.components import REFRESH_SECONDS, empty_state, problem_rows
+from deskside.dashboard.notes import empty_state, problem_rows
 from deskside.dashboard.run_details import cost_text
 from deskside.dashboard.run_table import RUN, STUDY, TRIAL, RowFilter, TableRow
 from deskside.dashboard.sidebar import Context
@@ -22,7 +22,7 @@ def show(context: Context) -> None:
         empty_state(context)
         return
 
-    @st.fragment(run_every=REFRESH_SECONDS)
+    @st.fragment(run_every=file_cache.REFRESH_SECONDS)
     def refresh() -> None:
         _draw(context)
 

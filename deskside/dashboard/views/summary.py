@@ -5,7 +5,8 @@ from collections import Counter
 import streamlit as st
 
 from deskside.dashboard import study_charts, verdict_rows
-from deskside.dashboard.components import chart, empty_state, problem_rows, seeds_note, sentence
+from deskside.dashboard.components import chart, seeds_note, sentence
+from deskside.dashboard.notes import empty_state, problem_rows
 from deskside.dashboard.sidebar import Context, StudySelection, literal
 from deskside.dashboard.verdict_rows import VerdictRow
 from deskside.report.study_claims import claims_sentence

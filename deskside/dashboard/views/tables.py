@@ -3,7 +3,8 @@
 import streamlit as st
 
 from deskside.dashboard import tables
-from deskside.dashboard.components import pick_group, problem_rows
+from deskside.dashboard.components import pick_group
+from deskside.dashboard.notes import problem_rows
 from deskside.dashboard.sidebar import Context, StudySelection
 from deskside.report import study_text
 from deskside.study.stats.metrics import metric_named
