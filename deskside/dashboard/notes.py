@@ -19,7 +19,7 @@ def empty_state(context: Context) -> None:
         st.info("The filters in the sidebar hide all arms. Clear one of them.")
         return
     st.info(f"Nothing to show below `{context.root}` yet. Each of these commands creates a study or a run:")
-    st.code(COMMANDS, language="bash")
+    st.code(COMMANDS, language=None, wrap_lines=True)
     st.caption("This page finds new runs while they train. For another directory: deskside dashboard DIR")
 
 

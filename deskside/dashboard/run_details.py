@@ -52,7 +52,7 @@ def key_numbers(row: TableRow, newest: Mapping[str, float]) -> dict[str, str | N
         "time": None if row.seconds is None else elapsed(row.seconds),
         "memory, GiB": shown(newest.get("memory_gib"), ".2f"),
         "power, W": shown(newest.get("watts"), ".0f"),
-        "electricity, whole computer": None if row.dollars is None else cost_text(row.dollars),
+        "electricity": None if row.dollars is None else cost_text(row.dollars),
     }
 
 

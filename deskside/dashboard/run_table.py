@@ -191,7 +191,7 @@ def cost_note() -> str:
     """Return where the price behind the column of costs comes from."""
     return (
         f"electricity of the whole computer at {default_electricity_price().label}; the power of the card is measured, "
-        "that of the rest is modelled as in `deskside plan`; a report counts the card alone"
+        "that of the rest is modelled as in deskside plan; a report counts the card alone"
     )
 
 

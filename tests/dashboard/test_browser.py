@@ -13,11 +13,11 @@ from deskside.study import results as study_results
 from tests.dashboard.browsing import DESKTOP, PHONE, fits, opened, serious_faults, settled
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser
+    from playwright.sync_api import Browser, Page
 
 
-# Other tests open these pages too.
-OPENED_ELSEWHERE = ("report", "metrics", "trade_offs", "tables")
+# Other tests open these pages by default.
+OPENED_ELSEWHERE = ("run", "report", "summary", "metrics", "trade_offs", "tables", "claims", "planner")
 NAMES = [
     pytest.param(spec.name, marks=[pytest.mark.full] if spec.name in OPENED_ELSEWHERE else [])
     for spec in PAGES
@@ -39,11 +39,32 @@ def test_every_page_is_drawn_for_everyone_and_fits_a_phone(
     page.close()
 
 
-def test_a_click_opens_a_page_and_a_filter_narrows_it(browser: "Browser", address: str) -> None:
+def check_exported_trials(page: "Page", whole: study_results.Results) -> None:
+    """The trials as CSV are those of results.json, with all digits."""
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Trials as CSV").click()
+    assert download.value.suggested_filename == "made-trials.csv"
+    found = pd.read_csv(download.value.path(), keep_default_na=False, na_values=[""]).set_index(
+        ["arm", "seed"]
+    )
+    assert len(found) == sum(len(arm.trials) for arm in whole.arms)
+    for arm in whole.arms:
+        for trial in arm.trials:
+            row = found.loc[(arm.id, trial.seed)]
+            assert row["status"] == trial.status
+            for key, value in trial.metrics.items():
+                assert row[key] == pytest.approx(value, rel=1e-12)
+    assert list(found.columns) == [c for c in tables.trials(whole).columns if c not in ("arm", "seed")]
+
+
+def test_a_click_opens_a_page_and_a_filter_narrows_it(
+    browser: "Browser", address: str, served_root: Path
+) -> None:
     page = opened(browser, address, "summary")
     page.get_by_role("link", name="Tables").click()
     page.get_by_text("Arms as CSV").wait_for()
     page.get_by_text("8 of 8 arms shown").wait_for()
+    check_exported_trials(page, study_results.read(served_root / "studies/made"))
     page.get_by_role("combobox", name="size").click()
     page.get_by_role("option", name="small").click()
     page.get_by_text("4 of 8 arms shown").first.wait_for()
@@ -80,28 +101,6 @@ def test_one_group_of_several_is_drawn_under_its_own_labels(browser: "Browser", 
     page.wait_for_timeout(400)
     picker = page.get_by_role("combobox", name="group, one of 2")
     assert picker.is_visible()  # without opening the sidebar
-    page.close()
-
-
-def test_the_exported_trials_are_those_of_results_json(
-    browser: "Browser", address: str, served_root: Path
-) -> None:
-    page = opened(browser, address, "tables")
-    with page.expect_download() as download:
-        page.get_by_role("button", name="Trials as CSV").click()
-    assert download.value.suggested_filename == "made-trials.csv"
-    found = pd.read_csv(download.value.path(), keep_default_na=False, na_values=[""]).set_index(
-        ["arm", "seed"]
-    )
-    whole = study_results.read(served_root / "studies/made")
-    assert len(found) == sum(len(arm.trials) for arm in whole.arms)
-    for arm in whole.arms:
-        for trial in arm.trials:
-            row = found.loc[(arm.id, trial.seed)]
-            assert row["status"] == trial.status
-            for key, value in trial.metrics.items():
-                assert row[key] == pytest.approx(value, rel=1e-12)
-    assert list(found.columns) == [c for c in tables.trials(whole).columns if c not in ("arm", "seed")]
     page.close()
 
 

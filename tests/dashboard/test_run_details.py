@@ -28,7 +28,7 @@ def test_numbers_that_were_not_measured_are_none() -> None:
         "1,000",
     )
     assert [key for key, value in numbers.items() if value is None] == [
-        "tokens/s", "MFU", "memory, GiB", "power, W", "electricity, whole computer",
+        "tokens/s", "MFU", "memory, GiB", "power, W", "electricity",
     ]  # fmt: skip
 
 

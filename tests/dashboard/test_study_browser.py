@@ -93,7 +93,7 @@ def test_a_page_of_a_study_is_drawn_again_when_a_trial_ends(
 def test_claims_are_searched_and_unfolded(browser: "Browser", address: str) -> None:
     page = opened(browser, address, "claims", "?study=studies/made")
     claim = page.locator(".verdicts details")
-    assert claim.count() == 1
+    assert claim.count() == 1 and serious_faults(page) == []
     claim.locator("summary").focus()
     page.keyboard.press("Enter")
     assert claim.get_by_text("a guide").is_visible()
@@ -117,6 +117,7 @@ def test_the_planner_on_a_phone(browser: "Browser", address: str) -> None:
     assert float(price.input_value()) == default_electricity_price().usd
     page.wait_for_function("document.querySelectorAll('.heatmaplayer image').length > 0")
     assert fits(page)
+    assert serious_faults(page) == []
     page.close()
 
 

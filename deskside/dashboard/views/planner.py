@@ -122,7 +122,7 @@ def _draw_plan(sentence: str, plan: dict[str, Any]) -> None:
         st.dataframe(columns, width="stretch")
     recommended = next((band for band in plan["bands"] if band["recommended"]), None)
     if recommended is not None:
-        st.code(recommended["command"], language="bash", wrap_lines=True)
+        st.code(recommended["command"], language=None, wrap_lines=True)
         st.caption("DIR: the directory that `deskside data prepare` wrote.")
     memory, speed = plan["memory"], plan["speed"]
     first, second = st.columns(2)
@@ -217,6 +217,8 @@ def _cached_fits(question: PlanQuestion) -> tuple[list[FitRow], float]:
 def _draw_accuracy(context: Context) -> None:
     st.header("Predicted and measured")
     runs = context.scan.standalone_runs[-MAX_RUNS:]
+    if (others := len(context.scan.standalone_runs) - len(runs)) > 0:
+        st.caption(f"Of the runs, the last {MAX_RUNS} by name are read; {others:,} others are not.")
     predictions = run_predictions((file_cache.brief(run.path), file_cache.plan(run.path)) for run in runs)
     studies = {
         name_below(path, context.root): results

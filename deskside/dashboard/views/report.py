@@ -30,7 +30,7 @@ def show(context: Context) -> None:
     page = _read(path)
     if page is None:
         st.info(f"{literal(name)} has no report yet. This command writes it:")
-        st.code(f"deskside report {shlex.quote(str(found[name]))}", language="bash")
+        st.code(f"deskside report {shlex.quote(str(found[name]))}", language=None, wrap_lines=True)
         return
     st.download_button(
         "Download report.html", page, f"{found[name].name}.html", "text/html", on_click="ignore"

@@ -11,7 +11,7 @@ from deskside.dashboard import file_cache, plotly_charts, run_details, run_plots
 from deskside.dashboard.components import chart, expert_charts
 from deskside.dashboard.notes import empty_state
 from deskside.dashboard.run_details import key_numbers, newest_values
-from deskside.dashboard.run_table import RUN, TRIAL, TableRow, study_of
+from deskside.dashboard.run_table import RUN, TRIAL, TableRow, cost_note, study_of
 from deskside.dashboard.runs import progress
 from deskside.dashboard.scan import FoundRun, name_below
 from deskside.dashboard.sidebar import Context, literal
@@ -107,7 +107,7 @@ def _draw_head(context: Context, chosen: Mapping[str, FoundRun]) -> None:
         numbers = key_numbers(row, newest_values(file_cache.metrics(run.path).rows))
         for label, value in numbers.items():
             if value is not None:
-                st.metric(label, value, width="content")
+                st.metric(label, value, width="content", help=cost_note() if label == "electricity" else None)
     if missing := [label for label, value in numbers.items() if value is None]:
         st.caption(f"Not measured: {', '.join(missing)}.")
     with st.container(horizontal=True):
