@@ -55,6 +55,16 @@ def test_a_filter_that_nothing_passes_says_so(browser: "Browser", address: str) 
     page.close()
 
 
+def test_a_link_of_the_table_opens_the_page_of_a_run(browser: "Browser", address: str) -> None:
+    page = opened(browser, address, "runs")
+    page.get_by_role("link", name="first", exact=True).click()
+    page.locator('[data-testid="stPlotlyChart"]').nth(4).wait_for()
+    settled(page)
+    assert page.url.endswith("/run?run=runs%2Ffirst")
+    assert serious_faults(page) == []
+    page.close()
+
+
 def test_ticked_runs_are_compared(browser: "Browser", address: str) -> None:
     page = opened(browser, address, "runs", "?show=runs")
     for name in ("first", "second"):
@@ -107,17 +117,12 @@ def test_the_switch_changes_the_theme_of_every_page(browser: "Browser", address:
     page.close()
 
 
-def test_a_phone_shows_rows_as_cards_that_open_the_page_of_a_run(browser: "Browser", address: str) -> None:
+def test_a_phone_shows_rows_as_cards(browser: "Browser", address: str) -> None:
     page = opened(browser, address, "runs", size=PHONE)
     page.get_by_role("combobox", name="sort by").select_option("bpb")
     values = [float(text) for text in page.locator(".runs td.bpb").all_inner_texts() if text]
     assert values == sorted(values)
     assert page.locator(".runs thead").is_hidden() and fits(page)
-    page.get_by_role("link", name="first", exact=True).click()
-    page.locator('[data-testid="stPlotlyChart"]').nth(4).wait_for()
-    settled(page)
-    assert page.url.endswith("/run?run=runs%2Ffirst") and fits(page)
-    assert serious_faults(page) == []
     page.close()
 
 
