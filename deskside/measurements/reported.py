@@ -8,7 +8,7 @@ The table has two parts with one line of JSON per report:
   package writes. $DESKSIDE_DATA sets this folder, and is then written in a checkout too.
 
 A line is {"gpu": name in facts/gpus.csv, "digest": of the report, "added": date, "report": {...}}. A line that is
-damaged or was edited, so that its digest is wrong, is an error that names the line.
+damaged or was edited, so that its digest or its card is wrong, is an error that names the line.
 """
 
 import datetime
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import deskside
-from deskside.facts.gpus import Gpu
+from deskside.facts.gpus import Gpu, find_device, gpus
 from deskside.measurements.card_report import CardReport, Point, parse_report, read_report
 from deskside.measurements.plausible import check_report
 from deskside.utils import strict_json
@@ -71,7 +71,7 @@ def reported_for(gpu: str) -> tuple[Reported, ...]:
 
 def reported_cards() -> tuple[str, ...]:
     """Return the names of the cards that have reports, in alphabetical order. Raises UsageError for a damaged table."""
-    return tuple(sorted({str(line.get("gpu")) for _, path in _parts() for _, line in _lines(path)}))
+    return tuple(sorted({str(line["gpu"]) for _, path in _parts() for _, line in _lines(path)}))
 
 
 def add_report(file: Path, today: datetime.date) -> tuple[Reported, Path]:
@@ -89,7 +89,9 @@ def add_report(file: Path, today: datetime.date) -> tuple[Reported, Path]:
             _check_new(report, gpu)
             part: Part = "deskside" if path.parent == PACKAGE / "facts" else "user"
             entry = Reported(gpu.name, report.digest, today.isoformat(), part, report)
-            append_line(path, _line(entry))
+            content = path.read_bytes()
+            lost_newline = bool(content) and not content.endswith(b"\n")  # an editor left it out
+            append_line(path, "\n" * lost_newline + _line(entry))
     except UsageError as error:
         raise UsageError(f"{file}: {error}") from None
     except OSError as error:
@@ -126,6 +128,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         return
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror or error}") from None
+    names = {gpu.name for gpu in gpus()}
     for number, line in enumerate(content.splitlines(), start=1):
         try:
             value = json_value(line, finite=True)
@@ -133,6 +136,8 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise _damaged(path, number, str(error)) from None
         if not isinstance(value, dict):
             raise _damaged(path, number, "it is not an object")
+        if not isinstance(value.get("gpu"), str) or value["gpu"] not in names:
+            raise _damaged(path, number, "its gpu is not in the table of GPUs")
         yield number, value
 
 
@@ -143,7 +148,10 @@ def _reported(path: Path, number: int, line: dict[str, Any], part: Part) -> Repo
         raise _damaged(path, number, str(error)) from None
     if line.get("digest") != report.digest:
         raise _damaged(path, number, "the digest does not match the report")
-    return Reported(str(line["gpu"]), report.digest, str(line.get("added", "")), part, report)
+    card = find_device(report.card, report.memory_bytes)
+    if card is None or card.name != line["gpu"]:
+        raise _damaged(path, number, f"the report is not about its gpu, {line['gpu']}")
+    return Reported(card.name, report.digest, str(line.get("added", "")), part, report)
 
 
 def _damaged(path: Path, number: int, reason: str) -> UsageError:

@@ -66,14 +66,18 @@ def task(plan: Plan, runs: str | None, wheel: str | None) -> dict[str, Any]:
         raise UsageError("--cloud: there is nothing to carry out, because the plan's answer is no")
     if runs is not None and not runs.startswith(BUCKETS):
         raise UsageError(f"--cloud-runs {runs}: is no URL of a bucket ({', '.join(BUCKETS)}...)")
+    if band.preset.endswith(".toml"):
+        raise UsageError(
+            f"--cloud: --preset {band.preset} is on this machine; give the name of a preset or --depth"
+        )
     command, data = _command(band)
     mounts: dict[str, Any] = {DATA: str(data)}
     package = f"deskside=={__version__}"
     if wheel is not None:
         if not Path(wheel).is_file() or not wheel.endswith(".whl"):
             raise UsageError(f"--cloud-wheel {wheel}: is no wheel; build one with: python -m build")
-        package = f"~/{Path(wheel).name}"
-        mounts[package] = str(Path(wheel).resolve())
+        package = f"~/{shlex.quote(Path(wheel).name)}"
+        mounts[f"~/{Path(wheel).name}"] = str(Path(wheel).resolve())
     if runs is not None:
         mounts[RUNS] = {"source": runs, "mode": "MOUNT_CACHED"}  # files are appended to and renamed there
     name = band.preset.replace("/", "-").replace("@", "-")
@@ -92,7 +96,9 @@ def task(plan: Plan, runs: str | None, wheel: str | None) -> dict[str, Any]:
 def write(task: Mapping[str, Any], path: Path) -> str:
     """Write a task to a YAML file. Return the command that starts it. Raises UsageError if it cannot be written."""
     spot = task["resources"]["use_spot"]
-    start = f"sky jobs launch {path}" if spot else f"sky launch --down {path}"
+    if not str(path).isprintable():  # a line break would end the comment that it is in
+        raise UsageError(f"--cloud {str(path)!r}: has control characters; give another name")
+    start = f"sky {'jobs launch' if spot else 'launch --down'} {shlex.quote(str(path))}"
     note = (
         ""
         if spot

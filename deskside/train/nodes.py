@@ -45,9 +45,12 @@ def check_resumed_run_is_shared(run: Path) -> None:
         return
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=WAIT_SECONDS))
-    store.set(f"deskside/run/{rank}", json.dumps(_view(run)))
-    _refuse_blind([tuple(json.loads(store.get(f"deskside/run/{other}"))) for other in range(size)], run)
+    key = f"deskside/run/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # the store outlives a restart
+    with explain_lost_process(run):
+        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=WAIT_SECONDS))
+        store.set(f"{key}/{rank}", json.dumps(_view(run)))
+        views = [tuple(json.loads(store.get(f"{key}/{other}"))) for other in range(size)]
+    _refuse_blind(views, run)
 
 
 def check_data_is_equal(world: World, fingerprint: str) -> None:
@@ -92,10 +95,11 @@ def _view(run: Path) -> tuple[str, str]:
 
 
 def _refuse_blind(views: list[tuple[str, str]], run: Path) -> None:
-    """Raise UsageError if nodes see another run than rank 0, or none. views: of all ranks, from `_view`."""
-    blind = sorted({host for host, seen in views if seen != views[0][1]})
+    """Raise UsageError if not all nodes see the same run, or none. views: of all ranks, from `_view`."""
+    witness, run_seen = next((view for view in views if view[1]), views[0])
+    blind = sorted({host for host, seen in views if seen != run_seen})
     if blind:
         raise UsageError(
-            f"{run}: {', '.join(blind)} does not see the run that {views[0][0]} sees there; all nodes must reach one "
+            f"{run}: {', '.join(blind)} does not see the run that {witness} sees there; all nodes must reach one "
             f"folder by the same path: give a shared one with --runs, such as a mounted network file system"
         )

@@ -284,7 +284,7 @@ def test_a_checkout_writes_its_own_table(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(reported_for("H200 SXM")) == 2
 
 
-@pytest.mark.parametrize("damage", ["half a line", "an edited number", "a list"])
+@pytest.mark.parametrize("damage", ["half a line", "an edited number", "a list", "no card", "another card"])
 def test_a_damaged_table_is_named(damage: str, tmp_path: Path) -> None:
     _, table = add_report(write(tmp_path, made()), DATE)
     add_report(write(tmp_path, faster(made(), 0.9)), DATE)
@@ -293,11 +293,20 @@ def test_a_damaged_table_is_named(damage: str, tmp_path: Path) -> None:
         "half a line": first[: len(first) // 2],
         "an edited number": first.replace(b"692.08", b"612.08"),
         "a list": b"[]",
+        "no card": b"{}",
+        "another card": first.replace(b'"gpu": "H200 SXM"', b'"gpu": "B200"'),
     }
     table.write_bytes(second + b"\n" + lines[damage] + b"\n")
     with pytest.raises(UsageError, match=r"reported\.jsonl:2: ") as error:
-        reported_for("H200 SXM")
+        reported_for("B200" if damage == "another card" else "H200 SXM")
     assert "\n" not in str(error.value)
+
+
+def test_a_table_without_its_last_newline_is_continued(tmp_path: Path) -> None:
+    _, table = add_report(write(tmp_path, made()), DATE)
+    table.write_bytes(table.read_bytes().rstrip(b"\n"))
+    add_report(write(tmp_path, faster(made(), 0.9)), DATE)
+    assert len(reported_for("H200 SXM")) == 2
 
 
 def test_the_schema_in_the_documentation() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -39,7 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def planned(
-    capsys: pytest.CaptureFixture[str], *more: str, gpu: str = "rtx4090"
+    capsys: pytest.CaptureFixture[str], *more: str, gpu: str = "rtx4090", file: str = "task.yaml"
 ) -> tuple[dict[str, Any], Any]:
     """The plan as JSON, and the task in the file."""
     arguments = [
@@ -50,12 +51,12 @@ def planned(
         "--data.path",
         "corpus",
         "--cloud",
-        "task.yaml",
+        file,
         "--json",
         *more,
     ]
     assert command.run(arguments) == 0
-    return json.loads(capsys.readouterr().out), yaml.safe_load(Path("task.yaml").read_text())
+    return json.loads(capsys.readouterr().out), yaml.safe_load(Path(file).read_text())
 
 
 def test_the_task_carries_out_the_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,12 +129,32 @@ FITS = "--gpu rtx4090 --hours 24 --data.path corpus"
         (f"{FITS} --cloud none/t.yaml", "cannot be written"),
         (f"{FITS} --cloud t.yaml --explain list", "leave out --explain"),
         ("--gpu rtx5090 --claim-watts 450 --cloud t.yaml", "give a budget or a model"),
+        (f"{FITS} --cloud t.yaml --preset $(x).toml", "on this machine"),
     ],
 )
 def test_what_cannot_be_carried_out_is_refused(arguments: str, problem: str, folder: Path) -> None:
+    Path("$(x).toml").write_text('base = "124m"')
     with pytest.raises(UsageError, match=problem):
         command.run(arguments.split())
     assert not Path("t.yaml").exists()
+
+
+def test_hostile_file_names_stay_names(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A wheel's name is one word of the shell, and the task's own name cannot end the comment that it is in."""
+    wheel, name = "a b;touch x.whl", "my $(task).yaml"
+    Path(wheel).write_text("")
+    plan, task = planned(capsys, "--cloud-wheel", wheel, file=name)
+    assert task["file_mounts"][f"~/{wheel}"] == str(folder / wheel)
+    install = task["setup"].splitlines()[1]
+    home = {**os.environ, "HOME": "/home/me"}
+    words = subprocess.run(
+        ["bash", "-c", f"printf '%s\n' {install}"], env=home, capture_output=True, text=True, check=True
+    )
+    assert words.stdout.splitlines()[-1] == f"/home/me/{wheel}"
+    assert shlex.split(plan["cloud"]["start"])[-1] == name
+    arguments = [*FITS.split(), "--cloud", "t\nname: other.yaml"]
+    with pytest.raises(UsageError, match="control characters"):
+        command.run(arguments)
 
 
 def test_every_card_with_a_price_has_a_name_of_skypilot() -> None:

@@ -5,6 +5,7 @@ root and Linux; the checks themselves are also tested with two processes.
 """
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -14,9 +15,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from deskside.train import nodes, parallel
-from deskside.utils.errors import UsageError
+from deskside.utils.errors import RunError, UsageError
 from tests.train import tiny_run
 from tests.train.test_resume import SLOWER, check_same, preset
 from tests.train.tiny_run import kill_at_step
@@ -48,6 +50,33 @@ def test_all_ranks_refuse_what_one_lacks(name: str, same: bool, tmp_path: Path) 
     child = tiny_run.call(check, tmp_path, name, log=tmp_path / "log", ranks=2)
     assert child.wait() == 0, child.text()
     assert [(tmp_path / f"{rank}/refused").exists() for rank in range(2)] == [not same] * 2
+
+
+def test_the_node_without_the_run_is_named() -> None:
+    """Also if it is that of rank 0."""
+    for views in ([("a", "1"), ("b", "")], [("b", ""), ("a", "1")]):
+        with pytest.raises(UsageError, match="b does not see the run that a sees"):
+            nodes._refuse_blind(views, Path("runs/x"))
+    nodes._refuse_blind([("a", ""), ("b", "")], Path("runs/x"))  # `RunDirectory.open` says that there is none
+
+
+def test_a_node_that_vanishes_before_the_check_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    environment |= {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for key, value in environment.items():
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr(nodes, "WAIT_SECONDS", 0.5)
+    with pytest.raises(RunError, match="another process of this run has ended"):
+        nodes.check_resumed_run_is_shared(tmp_path)
+    view = json.dumps(("other", ""))
+    store.set("deskside/run/0/1", view)
+    nodes.check_resumed_run_is_shared(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # what the node saw before it was restarted is old
+    with pytest.raises(RunError):
+        nodes.check_resumed_run_is_shared(tmp_path)
 
 
 def test_node_count(monkeypatch: pytest.MonkeyPatch) -> None:

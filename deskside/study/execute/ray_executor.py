@@ -131,7 +131,8 @@ class RayTrial:
                 return None
             try:
                 status, reason, seconds = ray.get(self._end)
-            except ray.exceptions.RayActorError as error:
+            # The second one: the node died before it had started the actor.
+            except (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError) as error:
                 self._lost = f"its node or process was lost: {_first_line(error)}"
                 if "creation task" in str(error):  # the node has no deskside, for example
                     raise RunError(
@@ -156,7 +157,10 @@ class RayTrial:
         return bool(self._lost)
 
     def seconds_without_progress(self) -> float:
-        return self._progress.seconds_without()
+        """Return the seconds since the last progress; 0 while the actor waits for a GPU."""
+        import ray
+
+        return self._progress.seconds_without() if ray.wait([self._ready], timeout=0)[0] else 0.0
 
     def kill_hung(self, reason: str) -> TrialEnd:
         self.kill()
@@ -177,7 +181,8 @@ class RayTrial:
         import ray
 
         self._stop_requested = True
-        with contextlib.suppress(ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        lost = ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError
+        with contextlib.suppress(*lost, ray.exceptions.GetTimeoutError):
             ray.get(self._actor.kill.remote(), timeout=CALL_SECONDS)
             ray.wait([self._end], timeout=CALL_SECONDS)
         ray.kill(self._actor)

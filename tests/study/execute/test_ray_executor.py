@@ -18,10 +18,11 @@ import pytest
 from deskside.cli.main import main
 from deskside.study import results as files
 from deskside.study.execute.attempt_lock import attempt_lock, is_idle
+from deskside.study.execute.devices import Device
 from deskside.study.execute.executor import LocalExecutor
-from deskside.study.execute.ray_executor import UNUSABLE, RayExecutor, Supervisor
+from deskside.study.execute.ray_executor import UNUSABLE, RayExecutor, RayTrial, Supervisor
 from deskside.study.execute.study_folder import StudyFolder
-from deskside.study.execute.trial_process import TrialJob
+from deskside.study.execute.trial_process import LOST, TrialJob
 from deskside.utils.errors import RunError
 from deskside.utils.machine import code_version
 from tests.study import fake_trials
@@ -192,6 +193,43 @@ def wait_for(condition: Any, seconds: float = 240.0) -> Any:
         assert time.monotonic() < deadline, "it did not happen in time"
         time.sleep(0.2)
     return value
+
+
+class GoneNode:
+    """Ray's client for an actor on a node that vanished before it had started it."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self
+
+
+def test_a_node_that_vanishes_before_the_start_is_a_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial that waits for a GPU is not hung; it is lost, not failed, if its node dies meanwhile."""
+    ray = pytest.importorskip("ray")
+    state: dict[str, list[Any]] = {"ready": []}
+
+    def get(*_: Any, **__: Any) -> None:
+        raise ray.exceptions.ActorUnschedulableError("the node is dead")
+
+    monkeypatch.setattr(ray, "remote", lambda _: GoneNode())
+    monkeypatch.setattr(ray, "kill", lambda _: None)
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "wait", lambda refs, timeout: (state["ready"], refs))
+    run = tmp_path / "runs" / "a-s1"
+    run.mkdir(parents=True)
+    trial = RayTrial(TrialJob("", str(run), {}, "", False, 0.8), Device("cpu@a", {}), {})
+    trial.seconds_without_progress()
+    time.sleep(0.05)
+    assert trial.poll() is None and trial.seconds_without_progress() == 0
+    trial.kill()
+    trial._stop_requested = False
+    state["ready"] = [object()]
+    end = trial.poll()
+    assert end is not None and end.status == LOST and "the node is dead" in end.reason and trial.lost
 
 
 @pytest.mark.full
