@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def share(path: Path, machine: Machine, store: Store, verdicts: dict[str, str], 
         say("nothing was written")
         return
     write_atomically(path, text)
-    say(f"written to {path}: {plural(len(report.points), 'point')}; {ADVICE} {path}")
+    say(f"written to {path}: {plural(len(report.points), 'point')}; {ADVICE} {shlex.quote(str(path))}")
 
 
 def _agreed(path: Path) -> bool:

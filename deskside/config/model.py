@@ -46,7 +46,7 @@ class ModelConfig(Part):
     )
     vocab_size: Size = Field(32768, description="entries of the embedding table")
     hidden_size: Size = Field(768, description="width of the residual stream")
-    num_hidden_layers: Size = Field(12, le=10_000, description="number of blocks")
+    num_hidden_layers: int = Field(12, gt=0, le=10_000, description="number of blocks")
     num_attention_heads: Size = Field(12, description="query heads")
     num_key_value_heads: Size = Field(
         3, description="key-value heads; as many as query heads is MHA, 1 is MQA"

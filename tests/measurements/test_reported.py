@@ -7,7 +7,9 @@ import json
 import math
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +92,7 @@ WRONG_VALUES: dict[str, tuple[Callable[[Report], Report], str]] = {
     "schema true": (with_value("schema", True), "schema true"),
     "a field for the host's name": (lambda report: {**report, "hostname": "anna-pc"}, "hostname"),
     "a field in a point": (with_value("points.0.path", "/home/anna"), "points.0.path"),
+    "a model of countless blocks": (with_value("points.0.model.num_hidden_layers", 10**8), "num_hidden_layers"),
     "negative time": (step_seconds(-0.05), "step_seconds"),
     "time in milliseconds": (step_seconds(50_640.0), "step_seconds"),
     "no time": (step_seconds(0), "step_seconds"),
@@ -302,6 +305,26 @@ def test_a_damaged_table_is_named(damage: str, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
+def test_of_two_that_add_a_report_at_once_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, check = write(tmp_path, made()), reported._check_new
+
+    def slow_check(*arguments: Any) -> None:
+        check(*arguments)
+        time.sleep(0.2)
+
+    def add(_: int) -> bool:
+        with contextlib.suppress(UsageError):
+            return bool(add_report(path, DATE))
+        return False
+
+    monkeypatch.setattr(reported, "_check_new", slow_check)
+    with ThreadPoolExecutor(2) as pool:
+        assert sorted(pool.map(add, range(2))) == [False, True]
+    assert len(reported_for("H200 SXM")) == 1
+
+
 def test_a_table_without_its_last_newline_is_continued(tmp_path: Path) -> None:
     _, table = add_report(write(tmp_path, made()), DATE)
     table.write_bytes(table.read_bytes().rstrip(b"\n"))
@@ -342,7 +365,7 @@ WILD = st.recursive(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(st.sampled_from(PLACES), WILD), min_size=1, max_size=3))
 def test_wild_values_are_refused_or_harmless(changes: list[tuple[tuple[str | int, ...], Any]]) -> None:
     """Whatever stands in a report, it is refused with one line, or all of its numbers are finite and positive."""
