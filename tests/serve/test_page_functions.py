@@ -103,7 +103,6 @@ def test_branches(chat: ChatPage) -> None:
     assert [m["content"] for m in chat.posted()["messages"]] == ["versions", "my own words", "next"]
 
 
-@pytest.mark.full
 def test_conversations_are_kept_found_renamed_and_deleted(chat: ChatPage) -> None:
     page = chat.page
     chat.ask("about lighthouses")
@@ -220,7 +219,6 @@ def test_what_is_deleted_while_it_is_answered_stays_deleted(chat: ChatPage) -> N
     expect(chat.page.locator("#conversations .title")).to_have_text(["another"])
 
 
-@pytest.mark.full
 def test_sampling_and_models(chat: ChatPage) -> None:
     page = chat.page
     chat.ask("hello")
@@ -367,7 +365,6 @@ def test_a_refusal_is_shown_at_its_question(browser: "Browser", prepared: Prepar
     chat.close()
 
 
-@pytest.mark.full
 def test_the_server_is_killed_and_returns(browser: "Browser", prepared: PreparedServer) -> None:
     chat = ChatPage(browser, prepared.address)
     page = chat.page
