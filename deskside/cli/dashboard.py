@@ -110,6 +110,8 @@ def _preload(root: Path, host: str, port: int) -> None:
     from deskside.dashboard.views import runs  # noqa: F401
 
     file_cache.preload(root)
+    # Importing the page of a run takes a second, for which its first visitor would wait.
+    from deskside.dashboard.views import run  # noqa: F401
 
 
 def _free_port(host: str, requested: int | None) -> int:
