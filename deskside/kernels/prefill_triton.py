@@ -117,13 +117,14 @@ def attend_packed(
     launch = launch_of(block_c * q_NHC.element_size())
     queries = launch.tile_rows // (H // K)
     out_NHC = torch.empty_like(q_NHC, memory_format=torch.contiguous_format)
-    precision = "ieee" if q_NHC.dtype == torch.float32 else "tf32"
+    # As in decoding, products in full float32 spill registers with four warps.
+    precision, warps = ("ieee", 8) if q_NHC.dtype == torch.float32 else ("tf32", launch.warps)
     _attend_packed[(N // queries + L + 1, K)](
         q_NHC.contiguous(), k_PKSC, v_PKSC, table_LN.contiguous(), lengths_L.contiguous(), cu_seqlens.contiguous(),
         options.sinks_H, out_NHC,
         *scale_and_softcap(options, C), window or 0, width, L, N,
         H, K, C, S, queries, launch.tile_rows, launch.tile, block_c, window is not None,
         options.softcap is not None, options.sinks_H is not None, precision,
-        num_warps=launch.warps, num_stages=launch.stages,
+        num_warps=warps, num_stages=launch.stages,
     )  # fmt: skip
     return out_NHC

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from deskside.train.parallel import World
 from deskside.utils import launched
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.parsing import json_value
 
 WAIT_SECONDS = 300.0  # for the processes of other nodes to start
 
@@ -49,7 +50,7 @@ def check_resumed_run_is_shared(run: Path) -> None:
     with explain_lost_process(run):
         store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=WAIT_SECONDS))
         store.set(f"{key}/{rank}", json.dumps(_view(run)))
-        views = [tuple(json.loads(store.get(f"{key}/{other}"))) for other in range(size)]
+        views = [tuple(json_value(store.get(f"{key}/{other}"))) for other in range(size)]
     _refuse_blind(views, run)
 
 

@@ -325,9 +325,7 @@ def test_a_file_that_may_not_grow_stops_the_run_and_harms_nothing(
     child = tiny_run.call(limited, tmp_path, config, what, log=log, ranks=ranks)
     child.wait()
     assert [p.exitcode for p in child.processes] == [1] * ranks, child.text()
-    beside = (
-        r"warning: |step 1/30 |\d+ tokens per step|training waits: "  # the last one if the machine is busy
-    )
+    beside = r"warning: |trains |step 1/30 |\d+ tokens per step|training waits: "  # the last one if the machine is busy
     lines = [line for line in child.text().splitlines() if not re.match(beside, line)]
     assert len({re.sub(r"\d+ MiB", "", line) for line in lines}) == 1 and len(lines) == ranks, child.text()
     assert told in lines[0] and str(run) in lines[0]
@@ -383,7 +381,7 @@ def test_a_full_disk_stops_the_run_and_harms_nothing(
     wait_for(lambda: len(rows(run)) >= every + 3, child)
     filler = fill(small_disk, leave)
     assert child.wait() == 1, child.text()
-    beside = ("warning: ", "step ", "training waits: ")  # the last one if the machine is busy
+    beside = ("warning: ", "trains ", "step ", "training waits: ")  # the last one if the machine is busy
     lines = [line for line in child.text().splitlines() if not line.startswith(beside)]
     assert len(lines) == 1 and str(run) in lines[0], lines
     assert what in lines[0] and ("No space left" in lines[0] or "disk is full" in lines[0])

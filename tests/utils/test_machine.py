@@ -166,7 +166,7 @@ def test_the_code_is_read_once_and_is_what_a_step_runs() -> None:
     identity.code_version.cache_clear()
     assert identity.code_version() == identity.code_version()
     assert identity.code_version.cache_info().misses == 1
-    assert identity.code_version().startswith("0.1.0+")
+    assert identity.code_version().startswith(f"{deskside.__version__}+")
 
 
 @pytest.mark.parametrize(

@@ -128,4 +128,6 @@ def test_gzip_files_are_read_as_python_reads_them(
     whole = expected.split(b"\n")
     if is_damaged or not whole[-1]:
         whole.pop()
-    assert found == whole and damage == ([len(whole)] if is_damaged else [])
+    assert found == [line for line in whole if len(line) <= 1000] and damage == (
+        [len(whole)] if is_damaged else []
+    )

@@ -336,7 +336,9 @@ def test_a_second_interrupt_saves_no_further_step(write_fails: bool, data: Path,
     config = tiny_run.config(data, batch=SLOWER, schedule={"length": "1000 steps"})
     child = tiny_run.call(interrupted_twice, tmp_path, config, write_fails, log=tmp_path / "log")
     assert child.wait() == 128 + signal.SIGINT, child.text()
-    lines = [line for line in child.text().splitlines() if not line.startswith(("warning: ", "step "))]
+    lines = [
+        line for line in child.text().splitlines() if not line.startswith(("warning: ", "trains ", "step "))
+    ]
     assert lines == [*(["the disk is full"] if write_fails else []), "interrupted"]
     checkpoints = files.find(tmp_path / "run" / "checkpoints")
     assert [c.step for c in checkpoints] == ([0] if write_fails else [10, 0])
