@@ -1,4 +1,4 @@
-"""What the page of a run shows besides its charts: key numbers, samples, configuration and events, as plain data."""
+"""Content of a run's page besides its charts, as plain data: key numbers, samples, configuration and events."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

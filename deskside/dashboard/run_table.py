@@ -60,7 +60,7 @@ class TableRow:
 
 @dataclass(frozen=True)
 class RowFilter:
-    """What a row must have to be shown. An empty set of statuses or an empty text lets every row pass."""
+    """Conditions for a row to be shown. An empty set of statuses or an empty text lets every row pass."""
 
     kinds: frozenset[str] = frozenset((RUN, STUDY))
     statuses: frozenset[str] = frozenset()

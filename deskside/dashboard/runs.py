@@ -136,7 +136,7 @@ def _prediction(
 
 @dataclass(frozen=True)
 class Accuracy:
-    """How exact the predictions of one quantity were.
+    """Errors of the predictions of one quantity.
 
     Attributes:
         predicted, measured: Medians.

@@ -143,7 +143,7 @@ class Benchmark(_Record):
 
 
 class CardReport(_Record):
-    """What one card did. card: the driver's name of it; memory_bytes: usable; deskside: version and digest of the
+    """Report of one card. card: the driver's name of it; memory_bytes: usable; deskside: version and digest of the
     code of a training step; doctor: the verdict of each check of `deskside doctor --quick`."""
 
     kind: Literal["deskside card report"]

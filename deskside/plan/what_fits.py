@@ -1,4 +1,4 @@
-"""What fits on a card: models of many sizes, each trained for several numbers of hours.
+"""Models of many sizes on a card, each trained for several numbers of hours: which of them fit.
 
 Each cell is the candidate that `deskside plan --gpu CARD --hours H` weighs for that model, so both say the same.
 """

@@ -70,7 +70,7 @@ def _draw_filters(selection: StudySelection, claims: list[ClaimResult]) -> list[
         key=f"{selection.name}: claims search",
     )
     searched = words.casefold().split()
-    # Claims that nothing speaks to are shown only if they are asked for, or if there are no others.
+    # Claims that were not measured are shown only on request, or if there are no others.
     verdicts = chosen or ([v for v in order if v != "not measured"] if not searched else order) or order
     return [
         claim

@@ -41,7 +41,7 @@ AVOID_SECONDS = 30.0  # after a loss: Ray takes some seconds to notice that a no
 CALL_SECONDS = 20.0  # for an answer of an actor
 
 
-class Supervisor:
+class TrialSupervisor:
     """The actor that runs one trial on its node. Ray calls it in two threads: `run` waits, the others do not."""
 
     def __init__(self) -> None:
@@ -114,7 +114,7 @@ class RayTrial:
         self._lost = ""
         self._stop_requested = False
         (self._run / OUTCOME_FILE).unlink(missing_ok=True)
-        self._actor: Any = ray.remote(Supervisor).options(max_concurrency=2, **options).remote()
+        self._actor: Any = ray.remote(TrialSupervisor).options(max_concurrency=2, **options).remote()
         self._ready = self._actor.ready.remote()
         self._end = self._actor.run.remote(asdict(job), device.environment, os.getcwd(), code_version())
 

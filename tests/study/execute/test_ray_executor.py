@@ -20,7 +20,7 @@ from deskside.study import results as files
 from deskside.study.execute.attempt_lock import attempt_lock, is_idle
 from deskside.study.execute.devices import Device
 from deskside.study.execute.executor import LocalExecutor
-from deskside.study.execute.ray_executor import UNUSABLE, RayExecutor, RayTrial, Supervisor
+from deskside.study.execute.ray_executor import UNUSABLE, RayExecutor, RayTrial, TrialSupervisor
 from deskside.study.execute.study_folder import StudyFolder
 from deskside.study.execute.trial_process import LOST, TrialJob
 from deskside.utils.errors import RunError
@@ -88,15 +88,15 @@ def test_the_supervisor_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     job = asdict(TrialJob(fake_trials.TARGET, str(run), {"seed": 1}, "", False, 0.8))
     environment = fake_trials.environment(other="steps")
 
-    def outcome(supervisor: Supervisor, code: str = code_version()) -> tuple[str, str]:
+    def outcome(supervisor: TrialSupervisor, code: str = code_version()) -> tuple[str, str]:
         return supervisor.run(job, environment, str(tmp_path), code)[:2]
 
-    status, reason = outcome(Supervisor())
+    status, reason = outcome(TrialSupervisor())
     assert status == UNUSABLE and "does not see" in reason
     (run / "checkpoints").mkdir(parents=True)
-    status, reason = outcome(Supervisor(), "0.0.1+other")
+    status, reason = outcome(TrialSupervisor(), "0.0.1+other")
     assert status == UNUSABLE and "0.0.1+other" in reason
-    supervisor = Supervisor()
+    supervisor = TrialSupervisor()
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(outcome, supervisor)
         wait_for((run / fake_trials.GONE).exists)
