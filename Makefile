@@ -25,8 +25,9 @@ demo: install
 	$(BIN)/deskside go --preset demo --hours 0.05 --yes
 	@echo "to use deskside in this shell: source $(BIN)/activate"
 
+# Three processes even on two cores: in a third of their time, tests wait for processes, a browser or a time limit.
 test: install
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal
 
 test-full: install
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "" --timeout 3600

@@ -22,6 +22,7 @@ from deskside.plan.finetuning import METHODS, RANK, ROW_TOKENS, FinetuningNeed, 
 from deskside.plan.planner import make_plan
 from deskside.plan.request import PlanQuestion, make_request
 from deskside.plan.result import Plan, PlannedBand
+from deskside.utils.console import command_lines
 from deskside.utils.format import count, dollars, gib_digits
 from deskside.weights.published import PublishedCheckpoint, published_checkpoints
 
@@ -52,6 +53,7 @@ CHECKPOINTS = (
     "Qwen/Qwen3-8B",
     "meta-llama/Llama-3.1-8B",
 )
+COMMAND_WIDTH = 84  # columns of code on a page
 SHOWN_RUNS = 8  # published runs in a page's table
 
 
@@ -188,12 +190,12 @@ def _commands(plans: CardPlans) -> list[str]:
     lines = [
         "`DIR` is what `deskside data prepare` wrote ([how](../guides/own-text.md)).",
         "",
-        "<!-- not run: needs this card -->",
+        "<!-- before: deskside data prepare corpus/*.jsonl.gz --out data/corpus -->",
         "```bash",
     ]
     for hours, plan in zip(HOURS, plans.by_hours, strict=True):
         if plan.best is not None:
-            lines += [f"# {hours} h", plan.best.command]
+            lines += [f"# {hours} h", *command_lines(plan.best.command, COMMAND_WIDTH, indent=0)]
     return [*lines, "```"]
 
 

@@ -15,6 +15,8 @@ from benchmarks.docs_reference import commands_page, configuration_page
 
 ROOT = Path(__file__).parents[1]
 MERMAID = "vendor/mermaid/mermaid.min.js"  # of the site, listed in docs/vendor/vendor.toml
+IN_SENTENCE = re.compile(r"(?<!<span></span>)<code>[^<]*</code>")  # blocks of code begin with an empty span
+PHONE_LINE = 36  # characters of code on a line, in a list
 ROOT_PAGES = {"changelog.md": "CHANGELOG.md", "contributing.md": "CONTRIBUTING.md"}
 
 
@@ -49,13 +51,28 @@ def on_page_markdown(markdown: str, **_: object) -> str:
 
 
 def on_page_content(html: str, page: Page, **_: object) -> str:
-    """Return a page with the library that draws its diagrams, if it has any.
+    """Return a page with whole options, and with the library that draws its diagrams, if it has any.
 
-    Without it, mkdocs-material's script would load it from another host, which a reader without a network cannot.
+    Without the library, mkdocs-material's script would load it from another host. Guides come first in a search.
     """
+    if page.file.src_uri.startswith("guides/"):
+        page.meta["search"] = {"boost": 2}
+    html = unbroken_options(html)
     if 'class="mermaid"' not in html:
         return html
     return f'{html}\n<script src="{get_relative_url(MERMAID, page.url)}"></script>'
+
+
+def unbroken_options(html: str) -> str:
+    """Return a page in whose sentences and tables code is not broken after a hyphen.
+
+    Words longer than a phone's line may be broken.
+    """
+
+    def whole(word: re.Match[str]) -> str:
+        return f'<span class="whole">{word[0]}</span>' if len(word[0]) <= PHONE_LINE else word[0]
+
+    return IN_SENTENCE.sub(lambda code: re.sub(r"[^\s<>]*-[^\s<>]*", whole, code[0]), html)
 
 
 def on_post_page(output: str, **_: object) -> str:

@@ -1,6 +1,6 @@
 """Run every command of the README and of the documentation in order, at a small size and on made-up data.
 
-    python -m benchmarks.docs_walk FOLDER --out docs/data/2026-11-23-walk/walk.md [--only docs/guides/serve.md ...]
+    python -m benchmarks.docs_walk FOLDER --out docs/data/2026-11-24-walk/walk.md [--only docs/guides/serve.md ...]
 
 Each page runs in a folder of its own, from top to bottom. Its blocks of code are commands; with a title, they are files
 (```toml title="my.toml"); Python without a title is run. Commands that need hours, a GPU or the hub are made smaller
@@ -27,6 +27,7 @@ import tomllib
 import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Literal
 
@@ -34,13 +35,47 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORDS = ("docs/log.md", "docs/claims.md", "docs/records.md")
 FIRST_RUN = "deskside train demo --name base --steps 20"  # runs/base, which every page may use
 
-# Prefix of a command -> replacements (old, new)..., and the reason for all of them. The first that fits counts.
+DOCKER_RUN = 'docker run --rm --gpus all --shm-size 8g -v "$PWD/runs:/work/runs" -v "$PWD/data:/work/data" '
+DOCKER_RUN += "-v deskside-cache:/cache "
+# Two nodes are two shells that run the command of the page.
+ON_ONE_MACHINE = (
+    ("torchrun", "node() { exec torchrun"),
+    ("--nproc-per-node auto", "--nproc-per-node 1 --local-addr 127.0.0.1"),
+    ("node-a:", "127.0.0.1:"),
+    ("/shared/", ""),
+)
+BOTH_NODES = "node & a=$!; node & b=$!; wait $b; wait $a"
+LOSE_A_NODE = BOTH_NODES.replace(
+    "wait $b",
+    "while kill -0 $b && [ ! -e runs/mine/checkpoints/step-*[1-9]* ]; do sleep 0.2; done; "
+    "pkill -KILL -P $b; wait $b",
+)
+
+# Beginning of a command (* is any text) -> replacements (old, new)..., and the reason for all of them. The first that
+# fits counts.
 SMALLER: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
     "deskside data prepare corpus": (
         (("--out", "--vocab-size 1024 --out"),), "the vocabulary of the preset demo"),
     "deskside data prepare indic": (
         (("--vocab-size 50304", "--vocab-size 1024"),), "the vocabulary of the preset demo"),
+    "deskside train * --data.path DIR": (
+        (("DIR", "data/corpus --dry-run"),), "hours on the card of this page; --dry-run checks every option"),
+    "deskside train searches/demo/winner.toml": (
+        (("deskside", "test ! -e searches/demo/winner.toml || deskside"),), "only if the search found something"),
+    "docker run * deskside doctor": (
+        (("docker run --rm --gpus all deskside", "deskside"), ("doctor", "doctor --quick")),
+        "no docker here; what the container would run"),
+    "docker run * deskside train": (
+        ((DOCKER_RUN, ""), ("124m", "demo"), ("--hours 2", "--steps 20 --name 124m")),
+        "no docker here; what the container would run, and 2 hours on a card"),
+    "torchrun --nnodes 2 * -m deskside train 124m": (
+        (*ON_ONE_MACHINE, ("124m", "demo"), ("/data", "data"), ("--hours 24", "--steps 60 --checkpoint.every 5s"),
+         ("--name mine", "--name mine; }; " + LOSE_A_NODE)),
+        "both nodes on this machine; once there is a checkpoint, the process of the second is killed"),
+    "torchrun --nnodes 2 * -m deskside train --resume": (
+        (*ON_ONE_MACHINE, ("runs/mine", "runs/mine; }; " + BOTH_NODES)), "both nodes on this machine"),
     "deskside go --hours 24 --data": ((("--hours 24", "--hours 0.06 --yes"),), "24 hours"),
+    "deskside go --hours 1 --data": ((("--hours 1", "--hours 0.06 --yes"),), "an hour"),
     "deskside train 124m --data.path data/corpus --hours 2 --precision.name fp8": (
         (("124m", "demo"), ("--hours 2", "--steps 20 --name fp8")), "2 hours on a card"),
     "deskside train 124m --data.path data/corpus --hours 2": (
@@ -66,19 +101,27 @@ LEFT_OUT = {
     "make lint": "tests/test_lint.py runs it",
     "make docs": "tests/benchmarks/test_docs_site.py runs it",
     "git clone": "the walk runs in a checkout",
+    "mkdir -p runs data && sudo": "no docker here",
     "source .venv/bin/activate": "the walk puts .venv/bin on the PATH itself",
 }
 # Of a finished run, --resume says so and exits with 2.
-EXPECTED_EXIT_CODES = {"deskside go --resume": 2, "deskside train --resume": 2}
+EXPECTED_EXIT_CODES = {
+    "deskside go --resume": 2,
+    "deskside train --resume": 2,
+    "torchrun --nnodes 2 * -m deskside train 124m": 1,  # a node is lost
+}
 # Servers, and the address that answers once they are ready.
 SERVERS = {
     "deskside serve": "http://127.0.0.1:18000/health",
     "deskside dashboard": "http://127.0.0.1:18501/_stcore/health",
 }
 READY_SECONDS = 180
-PROGRAMS = ("deskside", "make", "source", "git", "curl", "python")
+PROGRAMS = ("deskside", "make", "source", "git", "curl", "python", "mkdir", "docker", "torchrun")
 
 Kind = Literal["command", "python", "file"]
+CONTINUES = re.compile(
+    r"\\\n\s*|(?<=\},)\n\s*(?=\{)"
+)  # a command on several lines, also inside a list of tables
 LANGUAGES: dict[str, Kind] = {"": "command", "bash": "command", "python": "python"}
 
 
@@ -173,7 +216,7 @@ def _commands(lines: Sequence[str], not_run: bool = False) -> list[str]:
 
     Raises ValueError for what is not a known command, unless the block is not run.
     """
-    joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
+    joined = CONTINUES.sub("", "\n".join(lines))
     found = []
     for line in joined.splitlines():
         command = re.split(r"(?:^|\s\s+)#", line)[0].strip()
@@ -186,17 +229,22 @@ def _commands(lines: Sequence[str], not_run: bool = False) -> list[str]:
     return found
 
 
+def begins(command: str, start: str) -> bool:
+    """Return whether a command begins with this; * is any text."""
+    return fnmatchcase(command, f"{start}*")
+
+
 def _smaller(kind: Kind, written: str, not_run: str, because: str = "") -> Step:
     """Return the step that is run for a command or program."""
     for start, reason in LEFT_OUT.items():
-        if written == start or written.startswith(f"{start} "):
+        if written == start or begins(written, f"{start} "):
             return Step(kind, written, None, reason)
     if not_run:
         return Step(kind, written, None, not_run)
-    code = next((code for start, code in EXPECTED_EXIT_CODES.items() if written.startswith(start)), 0)
+    code = next((code for start, code in EXPECTED_EXIT_CODES.items() if begins(written, start)), 0)
     run, reason = written, because
     for start, (changes, why) in SMALLER.items():
-        if written.startswith(start):
+        if begins(written, start):
             for old, new in changes:
                 if old not in run:
                     raise ValueError(
@@ -220,6 +268,7 @@ def make_inputs(folder: Path) -> None:
 
     texts = [{"text": "\n\n".join(parts[n : n + 8])} for n in range(0, len(parts), 8)]
     write("corpus/part.jsonl.gz", [*texts])
+    (folder / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts[-20:]), "utf-8")
     write("english/part.jsonl.gz", [*texts[: len(texts) // 2]])
     write("indic/hi_train.jsonl.gz", [{**row, "lang": "hi"} for row in texts[len(texts) // 2 :]])
     write("indic/hi_val.jsonl.gz", [{**row, "lang": "hi"} for row in texts[-20:]])

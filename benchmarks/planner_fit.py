@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from scipy.optimize import least_squares
 
-from benchmarks.planner_points import ROOT, Point, points
+from benchmarks.planner_points import ROOT, MeasuredPoint, points
 from benchmarks.planner_tables import HEADINGS, Errors, prose, summary, table
 from deskside.budget.speed import Rates
 from deskside.facts.gpus import find
@@ -63,7 +63,7 @@ BEFORE_FILE = "2026-11-22-planner/before.json"  # predictions of the planner wit
 TITLE = "## The step since 2026-11-21"
 NEXT_TITLE = "## The step before 2026-11-21"
 AMPLE_MEMORY = 2**42  # bytes; the speed of a step does not depend on whether it fits
-GROUPS: tuple[tuple[str, Callable[[Point], bool]], ...] = (
+GROUPS: tuple[tuple[str, Callable[[MeasuredPoint], bool]], ...] = (
     ("single steps", lambda p: p.kind == "steps"),
     ("Muon, whole runs", lambda p: p.kind == "run"),
     ("the release study, all arms", lambda p: p.kind == "study"),
@@ -106,10 +106,10 @@ not timed the host of a machine, the planner states a wider range for small pass
 """
 
 
-def split(rows: Sequence[Point]) -> tuple[list[Point], list[Point]]:
+def split(rows: Sequence[MeasuredPoint]) -> tuple[list[MeasuredPoint], list[MeasuredPoint]]:
     """Return (calibrating rows, held-out rows)."""
     families: dict[tuple[object, ...], int] = {}
-    parts: tuple[list[Point], list[Point]] = ([], [])
+    parts: tuple[list[MeasuredPoint], list[MeasuredPoint]] = ([], [])
     for point in rows:
         setting = point.setting
         # A step of one small pass measures the host time outside of passes, which does not depend on the recipe.
@@ -132,7 +132,7 @@ def rates_of(logarithms: np.ndarray) -> Rates:
     return replace(start, fused=replace(start.fused, **fused), host=replace(start.host, **host))
 
 
-def fit(rows: Sequence[Point]) -> Rates:
+def fit(rows: Sequence[MeasuredPoint]) -> Rates:
     """Return the rates that predict the speeds of these rows best, regularized towards the priors."""
     priors = [*EFFICIENCIES.values(), *HOST.values()]
     start = np.log([value for value, _ in priors])
@@ -148,7 +148,7 @@ def fit(rows: Sequence[Point]) -> Rates:
     return rates_of(least_squares(residuals, start, x_scale=0.05, max_nfev=15).x)
 
 
-def errors(rows: Sequence[Point], rates: Rates) -> Errors:
+def errors(rows: Sequence[MeasuredPoint], rates: Rates) -> Errors:
     return Errors((p.modelled_speed(rates), p.speed) for p in rows)
 
 
@@ -180,7 +180,7 @@ def _calibration() -> Calibration:
     return calibrate(find("h200"), [])
 
 
-def groups() -> dict[str, list[Point]]:
+def groups() -> dict[str, list[MeasuredPoint]]:
     """Return the points of each group. A point can be in several groups."""
     return {name: [point for point in points() if belongs(point)] for name, belongs in GROUPS}
 
@@ -191,7 +191,7 @@ def _predictions_before() -> dict[tuple[str, str, int], float]:
     return {(row["kind"], row["name"], row["micro_tokens"]): row["tokens_per_second"] for row in rows}
 
 
-def _key(point: Point) -> tuple[str, str, int]:
+def _key(point: MeasuredPoint) -> tuple[str, str, int]:
     return point.kind, point.name, point.setting.micro_tokens
 
 

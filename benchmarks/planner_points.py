@@ -50,7 +50,7 @@ Kind = Literal["steps", "run", "study", "passes"]
 
 
 @dataclass(frozen=True)
-class Point:
+class MeasuredPoint:
     """One measured configuration.
 
     speed: tokens per second, the median of `speeds`; gib: peak that torch allocated, None if measurements before it in
@@ -86,17 +86,17 @@ class Point:
 
 
 @cache
-def points() -> tuple[Point, ...]:
+def points() -> tuple[MeasuredPoint, ...]:
     """Return every measured configuration, in a fixed order."""
-    by_setting: dict[tuple[Kind, Setting], list[Point]] = {}
+    by_setting: dict[tuple[Kind, Setting], list[MeasuredPoint]] = {}
     for point in [*_steps(), *_runs(), *_study(), *_passes()]:
         by_setting.setdefault((point.kind, point.setting), []).append(point)
     return tuple(_merge(repetitions) for repetitions in by_setting.values())
 
 
-def _merge(repetitions: list[Point]) -> Point:
+def _merge(repetitions: list[MeasuredPoint]) -> MeasuredPoint:
     first = repetitions[0]
-    return Point(
+    return MeasuredPoint(
         first.kind,
         first.name,
         first.setting,
@@ -114,7 +114,7 @@ def _setting(config: RunConfig, recipe: str, native: bool, micro_tokens: int) ->
     return setting_from_config(config, 1, recipe, native=native_formats)  # type: ignore[arg-type]  # a recipe that ran
 
 
-def _steps() -> Iterator[Point]:
+def _steps() -> Iterator[MeasuredPoint]:
     for folder in STEP_FOLDERS:
         for path in sorted((ROOT / folder).glob("*.json")):
             content = json.loads(path.read_text("utf-8"))
@@ -124,7 +124,7 @@ def _steps() -> Iterator[Point]:
                     yield _step(row["arm"], result, str(path.relative_to(ROOT)))
 
 
-def _step(arm: str, result: dict[str, Any], source: str) -> Point:
+def _step(arm: str, result: dict[str, Any], source: str) -> MeasuredPoint:
     # Arms are as in benchmarks/step.py; those of benchmarks/memory.py also name the optimizer states.
     words = arm.split(":")
     config: dict[str, Any] = {"precision": {}, "optim": {}, "compute": {}}
@@ -145,10 +145,12 @@ def _step(arm: str, result: dict[str, Any], source: str) -> Point:
     recomputed = ", block recomputed" if setting.activation_checkpointing == "block" else ""
     name = ", ".join([result["preset"], ":".join([result["precision"], *options]), result["optimizer"]])
     speed = result["phases"]["short"]["tokens_per_second"]
-    return Point("steps", name + recomputed, setting, (speed,), result["peak_allocated_gib"], (source,))
+    return MeasuredPoint(
+        "steps", name + recomputed, setting, (speed,), result["peak_allocated_gib"], (source,)
+    )
 
 
-def _runs() -> Iterator[Point]:
+def _runs() -> Iterator[MeasuredPoint]:
     """Yield whole runs with Muon on real text: they evaluate between steps, and several ran at a time on one host."""
     for folder in RUN_FOLDERS:
         path = ROOT / folder / "parity.jsonl"
@@ -164,7 +166,7 @@ def _runs() -> Iterator[Point]:
             }  # fmt: skip
             native = row["native"] is not False  # None: a recipe of 16 bits
             title = f"{setting['preset']}, {row['arm']}, {setting['optimizer']}"
-            yield Point(
+            yield MeasuredPoint(
                 "run",
                 title,
                 _setting(configuration(spec), recipe, native, spec["tokens"]),
@@ -174,7 +176,7 @@ def _runs() -> Iterator[Point]:
             )
 
 
-def _study() -> Iterator[Point]:
+def _study() -> Iterator[MeasuredPoint]:
     """Yield the trials of the study. Speeds are medians over steps, because stalls of the shared host distort means."""
     for trial, files in _trials().items():
         plan, summary = json.loads(files["plan.json"]), json.loads(files["summary.json"])
@@ -191,10 +193,10 @@ def _study() -> Iterator[Point]:
             speeds = [step["tokens_per_second"] for step in steps if "tokens_per_second" in step]
             speed = statistics.median(speeds[SKIPPED_STEPS:-1])
         arm = trial.rpartition("-s")[0]
-        yield Point("study", arm, setting, (speed,), summary["peak_memory_gib"], (STUDY_ARCHIVE,))
+        yield MeasuredPoint("study", arm, setting, (speed,), summary["peak_memory_gib"], (STUDY_ARCHIVE,))
 
 
-def _passes() -> Iterator[Point]:
+def _passes() -> Iterator[MeasuredPoint]:
     for row in json.loads((ROOT / PASSES_FILE).read_text("utf-8"))["results"]:
         point = _step(row["arm"], row["value"], PASSES_FILE)
         name = f"{point.name}, accumulation {row['value']['accumulation']}"

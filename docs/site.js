@@ -12,3 +12,8 @@ function makeReachable() {
 new MutationObserver(makeReachable).observe(document.body, { childList: true, subtree: true });
 addEventListener("resize", makeReachable);
 makeReachable();
+
+// People paste options: in the search box `--hours` becomes `hours`, because its query language has another use for `-`.
+addEventListener("input", ({ target }) => {
+  if (target.matches(".md-search__input")) target.value = target.value.replace(/(^|\s)--+/g, "$1");
+}, true);

@@ -21,9 +21,10 @@ Tables that train whole are stored in 32 bits, with gradients and states.
 
 from typing import NamedTuple
 
-from deskside.budget.shape import Shape, block_matrix_params, block_norms
+from deskside.budget.shape import Shape, block_matrix_params, block_norms, flops_per_token, matmul_params
 from deskside.budget.sizes import Sizes
 from deskside.budget.step_spec import AdapterSpec, StepSpec
+from deskside.budget.terms import leaf
 
 NF4_BLOCK, NF4_SCALE_BLOCK = 64, 256  # weights per 8-bit scale, and 8-bit scales per float32 scale
 NF4_TABLE_BYTES = 4 * 257  # per weight matrix
@@ -72,6 +73,30 @@ def trained_params(shape: Shape, adapter: AdapterSpec) -> int:
     rows = sum(projection_sizes(shape)[name].rows for name in adapter.targets) if adapter.dora else 0
     magnitudes = shape.num_hidden_layers * rows
     return adapter_params(shape, adapter) + magnitudes + table_params(shape, adapter)
+
+
+def training_flops_per_token(
+    shape: Shape, sequence_length: int, adapter: AdapterSpec | None, traced: bool = False
+) -> float:
+    """Return the FLOPs per token of a run with these adapters, or without any, by the convention of `budget/shape.py`.
+
+    A frozen weight takes part in the forward and in the gradient of its input, but has no gradient of its own: 4 FLOPs
+    instead of 6. Adapters and a head that trains whole have all three. The products of quantized weights count like
+    those of BF16. Not counted, because they are not per token: the norms of DoRA's rows. Not subtracted: the frozen
+    input of the first block has no gradient, so its q, k and v need 2 FLOPs per weight less.
+
+    traced: return a `Term`, which carries the formula.
+    """
+    flops = flops_per_token(shape, sequence_length, traced)
+    if adapter is None:
+        return flops
+    head = shape.vocab_size * shape.hidden_size if head_trains(shape, adapter) else 0
+    frozen: float = matmul_params(shape) - head
+    adapters: float = adapter_params(shape, adapter, active=True)
+    if traced:
+        frozen = leaf("frozen weights that a token is multiplied with", frozen)
+        adapters = leaf("weights of adapters that a token is multiplied with", adapters)
+    return flops - 2 * frozen + 6 * adapters
 
 
 def head_trains(shape: Shape, adapter: AdapterSpec) -> bool:

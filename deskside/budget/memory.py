@@ -49,7 +49,7 @@ The other allocations of a fused step were read from its code, not fitted:
   last blocks stay in BF16, they determine this number, because the backward begins with them. In a mixture of experts,
   2 D + 2 k D + 4 F + 2 W before the backward of the first product. FP8 casts rows while it gathers them, saving 2 k D
   there, but needs 2 D + 2 W + 2 F and 1 byte (3 if emulated) of F + k D within the gradient of the second weight; NVFP4
-  needs 2 D + 2 W + 4 F + 4 k D there.
+  needs 2 D + 2 W + 4 F + 4 k D there. With dropout 2 D more, because the gradients of residual and delta differ.
 - The gradient of a layer's experts leaves the grouped product in 16 bits and is converted to the weights' format; if
   there are earlier passes, it then exists beside their sum.
 
@@ -118,8 +118,8 @@ Items = dict[str, float]  # bytes by item
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by item at one instant: weights, gradients, optimizer, copies, activations, logits, workspace, and the
-    average of the weights if there is one.
+    """Bytes by item at one instant: weights, gradients, optimizer, copies, activations, logits, workspace, and if there
+    are any, the average of the weights and the later targets of multi-token prediction.
 
     allocated: their sum; reserved: the bytes that torch's allocator is expected to reserve, fragmentation included.
     """
@@ -163,9 +163,12 @@ def _instants(sizes: Sizes) -> dict[str, Items]:
     return _full_training(sizes) if adapter is None else _adapter_training(sizes, adapter)
 
 
-def _average(s: Sizes) -> Items:
-    """Return the item of the average of the weights, if there is one."""
-    return {} if s.spec.average == "none" else {"average": gpu_average_bytes(s)}
+def _extras(s: Sizes) -> Items:
+    """Return the items that only some steps have."""
+    items: Items = {} if s.spec.average == "none" else {"average": gpu_average_bytes(s)}
+    if s.spec.future_targets:  # 64-bit token numbers of all passes
+        items["later targets"] = 8.0 * s.tokens * s.leaf("later targets of a token", s.spec.future_targets)
+    return items
 
 
 def _full_training(s: Sizes) -> dict[str, Items]:
@@ -225,7 +228,7 @@ def _full_training(s: Sizes) -> dict[str, Items]:
     always: Items = {
         "weights": spec.weight_bytes * s.parameters / s.shards,
         "optimizer": gpu_state_bytes(s),
-        **_average(s),
+        **_extras(s),
     }
     return {
         "loss": {
@@ -297,7 +300,7 @@ def _adapter_training(s: Sizes, adapter: AdapterSpec) -> dict[str, Items]:
     always: Items = {
         "weights": frozen_bytes(s, adapter) + gradients,
         "optimizer": gpu_state_bytes(s),
-        **_average(s),
+        **_extras(s),
     }
     # A frozen head in 16 bits is cast in FP32, and one that trains in BF16; the loss adds up its gradient in float32.
     trained_head = head_trains(s.shape, adapter)
@@ -380,7 +383,10 @@ def sublayer_gradient_bytes(sizes: Sizes) -> tuple[float, float]:
     if sizes.shape.num_experts:
         k = sizes.leaf("experts per token", sizes.shape.num_experts_per_tok)
         mlp = _expert_gradient_bytes(sizes, k * D, outputs)
-    return max(2 * D + 8 * q + 4 * kv, 6 * D + output_gradient * (q + 2 * kv)), mlp
+    attention: float = max(2 * D + 8 * q + 4 * kv, 6 * D + output_gradient * (q + 2 * kv))
+    if sizes.spec.dropout:
+        attention, mlp = attention + 2 * D, mlp + 2 * D
+    return attention, mlp
 
 
 def _expert_gradient_bytes(sizes: Sizes, row: float, outputs: int) -> float:
@@ -496,6 +502,8 @@ class _LayerBytes:
         # An eager RMSNorm saves its input and its result in float32, an eager LayerNorm its input.
         norm_input = 2 if compiled else (8 if shape.norm == "rmsnorm" else 4)
         norms = block_norms(shape) * (norm_input * s.hidden + 4)
+        if shape.parallel_residual and compiled:  # both sublayers read one residual, which is saved once
+            norms -= norm_input * s.hidden
         stream = width * (norms + 4 * s.hidden) - s.hidden * (saving + mlp_saving)
         self.stream = named(f"residual stream and norms, {per_token}", stream)
         self.attention = named(f"attention, {per_token}", width * attention + output_codes)

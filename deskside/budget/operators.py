@@ -71,6 +71,7 @@ Group = Literal[
     "optimizer_matmul", "optimizer_traffic", "communication", "offload", "layers",
 ]  # fmt: skip
 
+SECTOR_BYTES = 32  # smallest transfer of a GPU's memory
 PRODUCTS: tuple[Group, ...] = ("matmul", "head", "attention", "optimizer_matmul")
 TRAFFIC: tuple[Group, ...] = ("traffic", "quantize", "loss_traffic", "weights", "optimizer_traffic")
 # The item of a step's time that a group of operators counts as; recomputation is a separate item.
@@ -186,6 +187,8 @@ def step_operators(shape: Shape, spec: StepSpec, traced: bool = False) -> list[O
         Operator("activation", "traffic", activation),
         Operator("loss", "loss_traffic", s.tokens * s.vocabulary * activation_bytes * _loss_units(spec)),
         *_expert_rows(s, activation_bytes),
+        *_later_targets(s),
+        *_dropout(s, activation_bytes),
         *_weight_casts(s),
         *_adapters(s, activation_bytes),
         Operator("layers", "layers", s.layers * s.passes),
@@ -278,6 +281,26 @@ def _expert_rows(s: Sizes, activation_bytes: float) -> Iterator[Operator]:
     yield Operator("rows of experts", "traffic", (8 * k + 3) * row)
     if s.spec.activation_checkpointing in ("mlp", "block"):
         yield Operator("rows of experts", "traffic", 2 * k * row, recompute=True)
+
+
+def _later_targets(s: Sizes) -> Iterator[Operator]:
+    """Yield the traffic of multi-token prediction: of each later target its number (8 bytes), its logit, and its part
+    of the gradient, which is read and written. The logits and their sums are those of the next token."""
+    if s.spec.future_targets:
+        later = s.leaf("later targets of a token", s.spec.future_targets)
+        yield Operator("later targets", "loss_traffic", (8 + 3 * SECTOR_BYTES) * s.tokens * later)
+
+
+def _dropout(s: Sizes, activation_bytes: float) -> Iterator[Operator]:
+    """Yield the traffic of dropout, which reads and writes its tensor in the forward and in the backward."""
+    if not s.spec.dropout:
+        return
+    tensor = s.tokens * activation_bytes * s.hidden
+    yield Operator("dropout", "traffic", 4 * tensor * (2 * s.layers + 1))
+    # A fused sublayer is recomputed up to its output only.
+    recomputed = {"none": 0, "block": 2}.get(s.spec.activation_checkpointing, 1)
+    if recomputed and not s.spec.fused:
+        yield Operator("dropout", "traffic", 2 * recomputed * tensor * s.layers, recompute=True)
 
 
 def _weight_casts(s: Sizes) -> list[Operator]:
@@ -504,8 +527,9 @@ def _optimizer(s: Sizes) -> list[Operator]:
         adamw, muon = adamw - BFLOAT16_ADAMW_SAVING, muon - BFLOAT16_MUON_SAVING
     if spec.row_sums:
         muon += ROW_SUM_BYTES
+    ema = _ema_nesterov(s)
     if spec.optimizer == "adamw":
-        return [Operator("AdamW", "optimizer_traffic", adamw * trained_weights(s) / s.shards)]
+        return [Operator("AdamW", "optimizer_traffic", adamw * trained_weights(s) / s.shards), *ema]
     iteration = s.leaf(
         f"{NEWTON_SCHULZ_STEPS} x (4 x long x short^2 + 2 x short^3), summed over all matrices",
         newton_schulz_flops(s.shape),
@@ -515,7 +539,16 @@ def _optimizer(s: Sizes) -> list[Operator]:
         Operator("Muon, Newton-Schulz", "optimizer_matmul", iteration / shares, width=s.shape.hidden_size),
         Operator("Muon", "optimizer_traffic", muon * s.block_weights / shares),
         Operator("AdamW", "optimizer_traffic", adamw * others / s.shards),
+        *ema,
     ]
+
+
+def _ema_nesterov(s: Sizes) -> list[Operator]:
+    """Return the interpolations of EMA-Nesterov: weights and their average are read and one of them is written."""
+    if not s.spec.ema_updates:
+        return []
+    traffic = 12.0 * trained_weights(s) / s.shards * s.spec.ema_updates
+    return [Operator("EMA-Nesterov", "optimizer_traffic", traffic)]
 
 
 def _averaging(s: Sizes) -> list[Operator]:

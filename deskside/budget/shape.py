@@ -8,6 +8,8 @@ causal mask and the window admit. It excludes norms, activations and recomputati
     6 x matmul parameters + sum over layers of 12 x heads x head_dim x T_avg
     T_avg: average positions that a token attends to: T / 2 for a sequence of T; with a window w < T, w - w^2 / (2 T)
 
+A run with adapters over frozen weights needs less (`budget.adapters.training_flops_per_token`).
+
 The 12 is two products (scores, values) x two FLOPs x three (the forward once, the backward twice). Some other projects
 count the full square (T instead of T / 2), which raises the utilization they report.
 """
@@ -40,6 +42,8 @@ class Shape(Protocol):
     def position_embedding(self) -> str: ...
     @property
     def gated_mlp(self) -> bool: ...
+    @property
+    def parallel_residual(self) -> bool: ...
     @property
     def mlp_bias(self) -> bool: ...
     @property

@@ -26,22 +26,27 @@ ADAMW_STATE_BYTES: dict[StateFormat, float] = {
     "4bit": 1 + 8 / 128,
 }
 MUON_STATE_BYTES: dict[StateFormat, float] = {"float32": 4, "bfloat16": 2, "8bit": 2, "4bit": 2}
+EMA_BYTES = 4  # per trained weight: the moving average of EMA-Nesterov is in float32, on the GPU
 AVERAGE_BYTES = 4  # per trained weight: the average of the weights is in float32
 MASTER_BYTES = 4  # more per weight with float32 copies of weights in bfloat16, for AdamW
 
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Bytes of one GPU's optimizer state of block matrices, tables (embeddings, head) and vectors (norms, biases)."""
+    """Bytes of one GPU's optimizer state of block matrices, tables (embeddings, head) and vectors (norms, biases).
+
+    ema: the moving average of all weights for EMA-Nesterov.
+    """
 
     matrices: float
     tables: float
     vectors: float
     max_bytes_per_weight: float
+    ema: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.matrices + self.tables + self.vectors
+        return self.matrices + self.tables + self.vectors + self.ema
 
     @property
     def streamed(self) -> float:
@@ -60,20 +65,31 @@ def state_bytes(sizes: Sizes) -> StateBytes:
     adamw = ADAMW_STATE_BYTES[spec.states] + (MASTER_BYTES if spec.master_weights else 0)
     if spec.adapter is not None:
         trained = sizes.leaf("parameters of the adapters", trained_params(sizes.shape, spec.adapter))
-        return StateBytes(matrices=adamw * trained, tables=0.0, vectors=0.0, max_bytes_per_weight=adamw)
+        return StateBytes(
+            matrices=adamw * trained,
+            tables=0.0,
+            vectors=0.0,
+            max_bytes_per_weight=adamw,
+            ema=_ema_bytes(sizes),
+        )
     per_matrix_weight = MUON_STATE_BYTES[spec.states] if spec.optimizer == "muon" else adamw
     return StateBytes(
         matrices=per_matrix_weight * sizes.block_weights / (sizes.shards * update_shares(spec)),
         tables=adamw * sizes.root_weights / sizes.shards,
         vectors=8 * sizes.leaf("weights of norms and biases", sizes.vectors) / sizes.shards,
         max_bytes_per_weight=sizes.leaf("bytes of a weight's state", max(per_matrix_weight, adamw)),
+        ema=_ema_bytes(sizes),
     )
+
+
+def _ema_bytes(sizes: Sizes) -> float:
+    return EMA_BYTES * trained_weights(sizes) / sizes.shards if sizes.spec.ema_updates else 0.0
 
 
 def gpu_state_bytes(sizes: Sizes) -> float:
     """Return the bytes of optimizer state on one GPU. Offloaded state counts only with its streaming buffers."""
     state = state_bytes(sizes)
-    return state.vectors + state.buffers if sizes.spec.offload_optimizer else state.total
+    return state.vectors + state.ema + state.buffers if sizes.spec.offload_optimizer else state.total
 
 
 def average_bytes(sizes: Sizes) -> float:

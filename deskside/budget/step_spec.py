@@ -53,9 +53,12 @@ class StepOptions:
         gradients: Where the gradients of whole weights wait for the optimizer: on the GPU, in host memory, or nowhere,
             because each weight is updated ("released") as soon as the backward has computed its gradient.
         row_sums: Muon reads each weight and its update once more (`optim.row_floor`, `optim.radial_brake`).
+        ema_updates: Interpolations of all weights per step, averaged over the run (`optim.ema_nesterov`).
         gradient_dtype: Format in which replicas send gradients to sum them.
         average: Where the average of the weights is, if there is one.
         averages_per_step: Its updates per step, averaged over the run.
+        dropout: Values of the embedding and of each sublayer's output are dropped.
+        future_targets: Later tokens that each token predicts too (`multi_token.weights`).
         adapter: The adapters to train over frozen weights; None to train all weights.
     """
 
@@ -79,9 +82,12 @@ class StepOptions:
     master_weights: bool = False
     gradients: GradientPlace = "device"
     row_sums: bool = False
+    ema_updates: float = 0.0
     gradient_dtype: WeightFormat = "float32"
     average: AveragePlace = "none"
     averages_per_step: float = 0.0
+    dropout: bool = False
+    future_targets: int = 0
     adapter: AdapterSpec | None = None
 
     def options(self) -> dict[str, Any]:

@@ -186,6 +186,8 @@ def _create_pipeline(options: GoOptions, given: dict[str, Any], argv: Sequence[s
         phases.vocabulary(options.corpus)  # raises UsageError if it is not prepared data
     if options.preset is None and options.corpus is None:
         raise UsageError("--data DIR is required; prepare it with: deskside data prepare SOURCE --out DIR")
+    if options.own_corpus and phases.prepared_data(request) is None:
+        raise UsageError("--own-corpus: needs the size of the text; give prepared data with --data DIR")
     if options.preset is not None:
         config = phases.final_config(phases.preset_config(request), options.hours * 3600, request.length)
         from deskside.train.prepare.preflight import check_start

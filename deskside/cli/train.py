@@ -237,11 +237,13 @@ def _default_name(options: TrainOptions, initial: Any) -> str:
 
 def _print_dry_run(config: RunConfig, as_json: bool) -> int:
     """Print the resolved configuration, parameters by group, FLOPs per token and the schedule."""
-    from deskside.budget.shape import flops_per_token, parameter_groups
+    from deskside.budget.adapters import training_flops_per_token
+    from deskside.budget.shape import parameter_groups
+    from deskside.config.step_options import adapter_spec
     from deskside.optim.lr_schedule import describe
 
     groups = parameter_groups(config.model)
-    flops = flops_per_token(config.model, config.batch.sequence_length)
+    flops = training_flops_per_token(config.model, config.batch.sequence_length, adapter_spec(config))
     length = config.schedule.length
     steps, tokens = _planned_length(config)
     # The share of a warm-up that is given in steps, tokens or time is unknown if the length of the run is unknown.
@@ -285,7 +287,10 @@ def _print_dry_run(config: RunConfig, as_json: bool) -> int:
     cells = [[name, f"{count:,}", f"{count / total:.1%}"] for name, count in groups.items() if count]
     printer.text()
     printer.table(["parameters", "count", "share"], [*cells, ["total", f"{total:,}", ""]], "lrr")
-    printer.text(f"training FLOPs per token: {flops:.4g} (modelled: 6 per weight, causal attention)")
+    per_weight = "6" if config.adapter is None else "4 per frozen weight, 6"
+    printer.text(
+        f"training FLOPs per token: {flops:.4g} (modelled: {per_weight} per weight, causal attention)"
+    )
     cells = []
     for row in rows:
         sequence = row.stage.sequence_length if row.stage else config.batch.sequence_length

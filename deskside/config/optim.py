@@ -53,11 +53,37 @@ DecayEpochs = Annotated[
 ]
 
 
+# EMA-Nesterov
+EmaNesterovFactor = Annotated[
+    float,
+    Field(
+        ge=0,
+        le=10,
+        description="take gradients ahead of the weights, by this x learning rate / its peak along an average of their "
+        "movement; 0 is off (EMA-Nesterov, arXiv 2605.25395; 0.6 for plain Muon: modded-nanogpt PR 308)",
+    ),
+]
+EmaDecay = Annotated[
+    float, Field(gt=0, lt=1, description="decay of ema_nesterov's average per step (modded-nanogpt PR 308)")
+]
+EmaStart = Annotated[
+    float, Field(ge=0, lt=1, description="progress (0 to 1) from which ema_nesterov takes gradients ahead")
+]
+EmaUntil = Annotated[
+    float, Field(gt=0, le=1, description="progress (0 to 1) until which ema_nesterov takes gradients ahead")
+]
+
+
 class AdamWConfig(Part):
     """AdamW for every parameter (Loshchilov and Hutter, arXiv 1711.05101)."""
 
     name: Literal["adamw"] = Field("adamw", description="which optimizer: adamw or muon")
     lr: PositiveFloat = Field(2e-3, description="peak learning rate of every parameter")
+    embedding_lr: PositiveFloat | None = Field(
+        None,
+        description="peak learning rate of token and position embeddings, whose decay per step stays that of the other "
+        "weights; default: lr",
+    )
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of the first and second moment")
     eps: PositiveFloat = Field(1e-8, description="added to the square root of the second moment")
     weight_decay: NonNegativeFloat = Field(
@@ -69,6 +95,10 @@ class AdamWConfig(Part):
     grad_clip: NonNegativeFloat = Field(1.0, description="maximum global gradient norm; 0 disables clipping")
     scale: bool = Field(True, description="scale learning rate and decay to this model, batch and horizon")
     weight_decay_epochs: DecayEpochs = None
+    ema_nesterov: EmaNesterovFactor = 0.0
+    ema_nesterov_decay: EmaDecay = 0.99
+    ema_nesterov_start: EmaStart = 0.16
+    ema_nesterov_until: EmaUntil = 0.76
     master_weights: bool = Field(
         False,
         description="keep float32 copies of weights in bfloat16 with the states in host memory, and update these: no "
@@ -82,9 +112,9 @@ class AdamWConfig(Part):
     @model_validator(mode="after")
     def _check_state_and_clipping(self) -> Self:
         _check_states(self.states, self.betas)
-        if self.weight_decay_epochs is not None and not self.scale:
-            raise ValueError("weight_decay_epochs: needs --optim.scale true; or set weight_decay itself")
+        _check_decay_epochs(self.weight_decay_epochs, self.scale)
         _check_clipping(self.gradients, self.grad_clip)
+        _check_ema_nesterov(self)
         if self.master_weights and not (self.weights == "bfloat16" and self.offload):
             raise ValueError(
                 "master_weights: are float32 copies of bfloat16 weights in host memory; add --optim.weights bfloat16 "
@@ -165,6 +195,10 @@ class MuonConfig(Part):
     grad_clip: NonNegativeFloat = Field(0.0, description="maximum global gradient norm; 0 disables clipping")
     scale: bool = Field(True, description="scale learning rates and decay to this model, batch and horizon")
     weight_decay_epochs: DecayEpochs = None
+    ema_nesterov: EmaNesterovFactor = 0.0
+    ema_nesterov_decay: EmaDecay = 0.99
+    ema_nesterov_start: EmaStart = 0.16
+    ema_nesterov_until: EmaUntil = 0.76
     weights: Weights = "float32"
     states: States = "float32"
     offload: Offload = False
@@ -178,9 +212,9 @@ class MuonConfig(Part):
     @model_validator(mode="after")
     def _check_state_and_clipping(self) -> Self:
         _check_states(self.states, self.betas)
-        if self.weight_decay_epochs is not None and not self.scale:
-            raise ValueError("weight_decay_epochs: needs --optim.scale true; or set weight_decay itself")
+        _check_decay_epochs(self.weight_decay_epochs, self.scale)
         _check_clipping(self.gradients, self.grad_clip)
+        _check_ema_nesterov(self)
         return self
 
 
@@ -189,6 +223,29 @@ def _check_states(states: StateFormat, betas: tuple[float, float]) -> None:
         raise ValueError(
             f"states: bfloat16 is too coarse for the small changes of a beta of {max(betas)}; use float32 or 8bit, or "
             f"betas of at most {LARGEST_BFLOAT16_BETA}"
+        )
+
+
+def _check_decay_epochs(epochs: float | None, scale: bool) -> None:
+    if epochs is not None and not scale:
+        raise ValueError("weight_decay_epochs: needs --optim.scale true; or set weight_decay itself")
+
+
+def ema_updates_per_step(config: AdamWConfig | MuonConfig) -> float:
+    """Return EMA-Nesterov's interpolations of all weights per step, of the average and of the move, over the run."""
+    start, until = config.ema_nesterov_start, config.ema_nesterov_until
+    return until + (until - start) if config.ema_nesterov else 0.0
+
+
+def _check_ema_nesterov(config: AdamWConfig | MuonConfig) -> None:
+    if config.ema_nesterov and config.weights == "bfloat16":
+        raise ValueError(
+            "ema_nesterov: its moves are too small for weights in bfloat16; use --optim.weights float32"
+        )
+    if config.ema_nesterov and config.ema_nesterov_start >= config.ema_nesterov_until:
+        raise ValueError(
+            f"ema_nesterov_start: {config.ema_nesterov_start} is not before ema_nesterov_until "
+            f"{config.ema_nesterov_until}"
         )
 
 

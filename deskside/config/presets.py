@@ -30,7 +30,12 @@ def names() -> list[str]:
 
 def layers(name: str) -> list[dict[str, Any]]:
     """Return the configuration layers, lowest first, of a preset, `dN` (depth N) or a TOML file. Raises UsageError."""
-    return _layers(name, Path(), ())
+    return [layer for layer, _ in _layers(name, Path(), ())]
+
+
+def file_layers(name: str) -> list[dict[str, Any]]:
+    """Return those of `layers(name)` that come from TOML files of the user, and not from presets that ship."""
+    return [layer for layer, is_file in _layers(name, Path(), ()) if is_file]
 
 
 def for_pretraining(name: str) -> list[dict[str, Any]]:
@@ -48,10 +53,13 @@ def for_pretraining(name: str) -> list[dict[str, Any]]:
     return preset_layers
 
 
-def _layers(name: str, folder: Path, seen: tuple[str, ...]) -> list[dict[str, Any]]:
-    """Return `layers(name)`. folder: directory of a relative file name; seen: files that build on this one."""
+def _layers(name: str, folder: Path, seen: tuple[str, ...]) -> list[tuple[dict[str, Any], bool]]:
+    """Return `layers(name)`, each with True if it comes from a file of the user.
+
+    folder: directory of a relative file name; seen: files that build on this one.
+    """
     if re.fullmatch(r"d\d+", name):
-        return [depth(int(name[1:]))]
+        return [(depth(int(name[1:])), False)]
     if name in RENAMED:
         _note_renamed(name)
         name = RENAMED[name]
@@ -72,12 +80,13 @@ def _layers(name: str, folder: Path, seen: tuple[str, ...]) -> list[dict[str, An
         values = toml_table(text)
     except Unreadable as error:
         raise UsageError(f"{label}: not valid TOML: {error}") from None
+    is_file = name.endswith(".toml")
     if "base" not in values:
-        return [values]
+        return [(values, is_file)]
     base = values.pop("base")
     if not isinstance(base, str):
         raise UsageError(f"{label}: base: {base!r} must be the name of a preset or file, in quotes")
-    return [*_layers(base, folder, seen), values]
+    return [*_layers(base, folder, seen), (values, is_file)]
 
 
 def depth(number: int) -> dict[str, Any]:

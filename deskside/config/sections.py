@@ -356,26 +356,6 @@ class ParallelConfig(Part):
     )
 
 
-def check_compares_losses(
-    checkpoint: CheckpointConfig, evaluate: EvaluateConfig, parallel: ParallelConfig, objective: str | None
-) -> None:
-    """Raise ValueError if a run cannot compare validation losses as `keep_best` and `stop_early` need.
-
-    objective: the name of the alignment objective, None for pretraining.
-    """
-    if not (checkpoint.keep_best or evaluate.stop_early):
-        return
-    key = "checkpoint.keep_best" if checkpoint.keep_best else "evaluate.stop_early"
-    if evaluate.every is None:
-        raise ValueError(f"{key}: needs evaluations during the run; set --evaluate.every, such as 10m")
-    if objective == "grpo":
-        raise ValueError(f"{key}: GRPO has no validation loss; leave it out")
-    if checkpoint.keep_best and parallel.mode == "shard":
-        raise ValueError(
-            "checkpoint.keep_best: is not supported with sharded weights; use --parallel.mode replicate"
-        )
-
-
 class GuardConfig(Part):
     """Handling of steps with a non-finite loss or a gradient-norm spike."""
 

@@ -10,26 +10,23 @@ from typing import Any
 from deskside.budget.format_costs import LowFormat, Precision
 from deskside.budget.step_spec import AdapterSpec
 from deskside.config.dimensions import adaptable_projections, projection_sizes
-from deskside.config.optim import AdamWConfig, MuonConfig
+from deskside.config.optim import AdamWConfig, MuonConfig, ema_updates_per_step
 from deskside.config.recipes import Recipe
 from deskside.config.run import RunConfig
 
 
+def adapter_spec(config: RunConfig) -> AdapterSpec | None:
+    """Return the adapters of a run; None if it trains all weights."""
+    if config.adapter is None:
+        return None
+    options, targets = config.adapter, config.adapter.targets
+    adapted = [name for name in adaptable_projections(config.model) if targets == "all" or name in targets]
+    tables = tuple(sorted(set(options.modules_to_save)))
+    return AdapterSpec(options.rank, tuple(adapted), options.base, options.dora, tables)
+
+
 def step_options(config: RunConfig) -> dict[str, Any]:
     """Return the fields that do not depend on the precision, by name."""
-    adapter = None
-    if config.adapter is not None:
-        options, targets = config.adapter, config.adapter.targets
-        adapted = [
-            name for name in adaptable_projections(config.model) if targets == "all" or name in targets
-        ]
-        adapter = AdapterSpec(
-            options.rank,
-            tuple(adapted),
-            options.base,
-            options.dora,
-            tuple(sorted(set(options.modules_to_save))),
-        )
     place = "host" if config.average.offload else "device"
     return {
         "context": config.parallel.context,
@@ -40,6 +37,7 @@ def step_options(config: RunConfig) -> dict[str, Any]:
         "master_weights": isinstance(config.optim, AdamWConfig) and config.optim.master_weights,
         "gradients": config.optim.gradients,
         "row_sums": isinstance(config.optim, MuonConfig) and config.optim.uses_row_sums,
+        "ema_updates": ema_updates_per_step(config.optim),
         "gradient_dtype": config.parallel.gradient_dtype,
         "activation_checkpointing": config.compute.activation_checkpointing,
         "activation_offloading": config.compute.activation_offloading,
@@ -47,7 +45,9 @@ def step_options(config: RunConfig) -> dict[str, Any]:
         "loss_chunk_tokens": config.compute.loss_chunk_tokens,
         "average": "none" if config.average.name == "none" else place,
         "averages_per_step": config.average.per_step(),
-        "adapter": adapter,
+        "dropout": config.dropout > 0,
+        "future_targets": len(config.multi_token.weights),
+        "adapter": adapter_spec(config),
     }
 
 

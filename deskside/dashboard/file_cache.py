@@ -11,9 +11,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from deskside.dashboard import run_table, studies
+from deskside.dashboard import run_table, searches, studies
 from deskside.dashboard.run_table import TableRow
 from deskside.dashboard.scan import FoundRun, ScanResult, name_below, scan, stamp
+from deskside.dashboard.searches import Search
 from deskside.dashboard.studies import Study
 from deskside.run import record
 from deskside.run.record import MetricsLog, RunRecord
@@ -24,6 +25,7 @@ REFRESH_SECONDS = 2  # between two looks at the files of runs and studies that a
 SCAN_SECONDS = 4  # a scan result is used for this long
 MAX_SMALL, MAX_LARGE = 20_000, 64
 STUDY_FILES = ("results.json", "study.json")
+SEARCH_FILES = ("search.json", "result.json")
 RUN_JSON_FILES = ("run.json", "summary.json", "plan.json", "environment.json")
 Value = TypeVar("Value")
 
@@ -94,6 +96,14 @@ def study(path: Path) -> Study | None:
     return replace(read, results=mark_interrupted(read.results, path))
 
 
+def search(path: Path) -> Search:
+    """Return a search with its current status and time."""
+    read = _large_values.get(
+        "search", str(path), stamp(path, *SEARCH_FILES), lambda: searches.read_search(path)
+    )
+    return searches.with_status(read)
+
+
 def readable_studies(result: ScanResult) -> dict[Path, Results]:
     """Return the results of each study that can be read, by directory."""
     studies_read = {path: study(path) for path in result.studies}
@@ -139,7 +149,10 @@ def row(path: Path, live: bool, root: Path, kind: str) -> TableRow:
 
 
 def rows(result: ScanResult, root: Path) -> list[TableRow]:
-    """Return the rows of all studies, runs and trials of studies that can be read, the newest first."""
+    """Return the rows of all searches, studies, runs and trials that can be read, the newest first.
+
+    The two studies of a search have no rows of their own.
+    """
     live = live_runs(result.runs)
     found = [
         row(run.path, run.path in live, root, run_table.TRIAL if run.study else run_table.RUN)
@@ -148,6 +161,12 @@ def rows(result: ScanResult, root: Path) -> list[TableRow]:
     found += [
         run_table.study_row(results, name_below(path, root))
         for path, results in readable_studies(result).items()
+        if path in result.standalone_studies
+    ]
+    found += [
+        run_table.search_row(read, name_below(read.path, root))
+        for read in map(search, result.searches)
+        if read.outcome is not None
     ]
     return sorted(found, key=lambda row: row.created, reverse=True)
 

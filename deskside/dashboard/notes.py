@@ -10,6 +10,7 @@ from deskside.dashboard.sidebar import Context
 
 COMMANDS = """deskside go --preset demo --hours 0.05     # three minutes on a CPU, from bundled text
 deskside study matrix16-quick              # sixteen arms: GQA and FP4 at four sizes, on a CPU
+deskside search demo --hours 0.1           # better settings, on a CPU
 deskside train 124m --data.path DIR        # one run"""
 
 
@@ -30,6 +31,9 @@ def problem_rows(context: Context) -> list[dict[str, str]]:
         study = file_cache.study(path)
         if study is not None and study.problem:
             rows.append((str(path), study.problem))
+    for path in context.scan.searches:
+        if problem := file_cache.search(path).problem:
+            rows.append((str(path), problem))
     for run in context.scan.standalone_runs:
         if reasons := file_cache.brief(run.path).problems:
             rows.append((str(run.path), "; ".join(reasons)))

@@ -38,6 +38,7 @@ class PageSpec:
 PAGES = (
     PageSpec("runs", "Runs and studies"),
     PageSpec("run", "Run"),
+    PageSpec("search", "Search"),
     PageSpec("report", "Report"),
     PageSpec("summary", "Summary", "Study", of_study=True),
     PageSpec("metrics", "Metrics", "Study", of_study=True),
@@ -70,7 +71,8 @@ def main(root: Path) -> None:
     theme.apply([spec.name for spec in PAGES if spec is not FIRST_PAGE])
     with st.sidebar:
         name = root.name or str(root)
-        counts = f"{plural(len(scan.runs), 'run')}, {plural(len(scan.studies), 'study')}"
+        counts = f"{plural(len(scan.runs), 'run')}, {plural(len(scan.standalone_studies), 'study')}"
+        counts += f", {plural(len(scan.searches), 'search')}" if scan.searches else ""
         st.caption(f"`{name}`: {counts}", help=str(root))
     page.run()
 

@@ -35,7 +35,7 @@ ACCURACIES = (
     (FAIR, f"at most {percent(FAIR, 0)} off", ORANGE, "square"),
     (float("inf"), f"more than {percent(FAIR, 0)} off", VERMILION, "diamond"),
 )
-ERROR_TICKS = (-0.9, -0.75, -0.5, -0.25, 0.0, 0.33, 1.0, 3.0, 9.0)
+ERROR_TICKS = (-0.9, -0.75, -0.5, 0.0, 1.0, 3.0, 9.0)  # few, so that they do not collide on a phone
 
 
 def breakdown(values: Mapping[str, float], title: str) -> go.Figure:

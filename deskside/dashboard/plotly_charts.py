@@ -30,14 +30,19 @@ MODE_BAR: dict[str, Any] = {
     "displayModeBar": True,
     "modeBarButtons": [["toImage", "zoom2d", "resetScale2d"]],
 }
+LEGEND_HEIGHT = 34  # pixels that keep two lines of a legend, as a phone needs, below the mode bar
 CLIPPED = "interval continues"
 
 
 def apply_layout(figure: go.Figure, height: int, **options: Any) -> go.Figure:
-    """Apply the common layout: no wasted margin on a phone, legend above the plot, grid on both axes."""
+    """Apply the common layout: no wasted margin on a phone, legend above the plot, grid on both axes.
+
+    `height` does not include the legend.
+    """
+    legend = LEGEND_HEIGHT if options.get("showlegend") else 0
     figure.update_layout(
-        height=height,
-        margin={"l": 8, "r": 8, "t": 44, "b": 8},
+        height=height + legend,
+        margin={"l": 8, "r": 8, "t": 44 + legend, "b": 8},
         legend={"orientation": "h", "y": 1.0, "yanchor": "bottom", "x": 0, "xanchor": "left"},
         font={"size": 13, "color": TEXT_COLOR},
         modebar={"orientation": "h", "bgcolor": "rgba(0,0,0,0)", "color": TEXT_COLOR, "activecolor": BLUE},
@@ -187,7 +192,7 @@ def labelled_lines(
             marker={"symbol": SYMBOLS[index % len(SYMBOLS)], "size": 7},
         )
     apply_layout(figure, 340, showlegend=True)
-    figure.update_layout(legend={"orientation": "h", "y": -0.25, "yanchor": "top"})
+    figure.update_layout(legend={"orientation": "h", "y": -0.25, "yanchor": "top"}, margin={"t": 44})
     figure.update_xaxes(title=x_title)
     figure.update_yaxes(title=y_title)
     return figure

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from deskside.dashboard.run_table import TableRow
 from deskside.run.record import RunRecord, flatten, number, objects, text
-from deskside.utils.format import count, dollars, elapsed, value_text
+from deskside.utils.format import count, dollars, elapsed, percent, value_text
 
 NOTABLE_EVENTS = (
     "went back to step",
@@ -42,7 +42,7 @@ def key_numbers(row: TableRow, newest: Mapping[str, float]) -> dict[str, str | N
     bpb = row.bpb if row.bpb is not None else newest.get("val_bpb")
     quality = {"bits per byte": shown(bpb, ".4f")}
     if bpb is None and "val_accuracy" in newest:
-        quality = {"held-out accuracy": shown(newest["val_accuracy"], ".1%")}
+        quality = {"held-out accuracy": percent(newest["val_accuracy"], 1)}
     elif bpb is None and "val_reward" in newest:
         quality = {"held-out reward": shown(newest["val_reward"], ".3f")}
     return {
@@ -50,7 +50,7 @@ def key_numbers(row: TableRow, newest: Mapping[str, float]) -> dict[str, str | N
         "training loss": shown(newest.get("loss"), ".4f"),
         "tokens": count(newest["tokens"]) if "tokens" in newest else None,
         "tokens/s": shown(row.tokens_per_second, ",.0f"),
-        "MFU": shown(row.mfu, ".1%"),
+        "MFU": None if row.mfu is None else percent(row.mfu, 1),
         "time": None if row.seconds is None else elapsed(row.seconds),
         "memory, GiB": shown(newest.get("memory_gib"), ".2f"),
         "power, W": shown(newest.get("watts"), ".0f"),

@@ -1,4 +1,4 @@
-"""The rows of the table of runs and studies, and its filters."""
+"""The rows of the table of runs, studies and searches, and its filters."""
 
 import csv
 import io
@@ -6,37 +6,39 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 from deskside.budget.running_costs import Watts, wall_watts
-from deskside.dashboard.search import contains
+from deskside.dashboard.searches import Search
+from deskside.dashboard.word_filter import contains
 from deskside.facts.power_and_prices import default_electricity_price
 from deskside.run.record import MetricsLog, RunRecord, machine_name, mapping, number, series, text
-from deskside.study.results import INTERRUPTED, Arm, Results, Trial
+from deskside.study.results import INTERRUPTED, Arm, Results, Trial, best_first
 from deskside.study.stats.metrics import QUALITY, SPEED, metric_named
-from deskside.utils.format import count, plural, printable
+from deskside.utils.format import count, percent, plural, printable
 
-RUN, TRIAL, STUDY = "run", "trial", "study"
+RUN, TRIAL, STUDY, SEARCH = "run", "trial", "study", "search"
 SPARKLINE_POINTS = 32
 SPARKLINE_SKIPPED = 0.05  # the first losses would flatten the rest of the line
-# Results of objectives that have no bits per byte: (key in summary.json, template).
+# Results of objectives that have no bits per byte: (key in summary.json, how the table says it).
 OBJECTIVE_RESULTS = (
-    ("val_accuracy", "{:.1%} of held-out pairs"),
-    ("val_reward", "mean reward {:.3f}"),
+    ("val_accuracy", lambda share: f"{percent(share, 1)} of held-out pairs"),
+    ("val_reward", lambda reward: f"mean reward {reward:.3f}"),
 )
 
 
 @dataclass(frozen=True)
 class TableRow:
-    """A run, a trial of a study, or a study, whose numbers are those of its best arm. Unknown numbers are None.
+    """A run, a trial, a study with the numbers of its best arm, or a search. Unknown numbers are None.
 
     Attributes:
         name: Its directory below the root of the dashboard, which identifies it.
-        kind: `RUN`, `TRIAL` or `STUDY`.
-        details: Size, precision and card, or what the study has.
-        progress: Share of the steps or trials that are done, of one that is not finished.
-        bpb: Validation bits per byte: at the end or, until then, newest; of a study, the lowest mean.
-        seconds: Time of training; of a study, of all its trials.
+        kind: `RUN`, `TRIAL`, `STUDY` or `SEARCH`.
+        details: Size, precision and card, or what the study or search has.
+        progress: Share of the steps, the trials or the hours that are over, of one that is not finished.
+        bpb: Validation bits per byte: at the end or, until then, newest; of a study, the lowest mean; of a search, the
+            winner's mean on fresh seeds or, until then, the best trial's.
+        seconds: Time of training; of a study, of all its trials; of a search, on the clock.
         dollars: Electricity at the wall by the measured power of the card (see `electricity`).
         created: ISO time of the start.
-        losses: Training losses at evenly spaced steps.
+        losses: Training losses at evenly spaced steps; of a search, the lowest one after each trial.
     """
 
     name: str
@@ -62,7 +64,7 @@ class TableRow:
 class RowFilter:
     """Conditions for a row to be shown. An empty set of statuses or an empty text lets every row pass."""
 
-    kinds: frozenset[str] = frozenset((RUN, STUDY))
+    kinds: frozenset[str] = frozenset((RUN, STUDY, SEARCH))
     statuses: frozenset[str] = frozenset()
     search: str = ""
 
@@ -113,8 +115,8 @@ def _details(record: RunRecord) -> list[str]:
     parameters = record.summary.get("parameters")
     total = number(mapping(parameters).get("total")) if isinstance(parameters, dict) else number(parameters)
     results = [
-        template.format(value)
-        for key, template in OBJECTIVE_RESULTS
+        words(value)
+        for key, words in OBJECTIVE_RESULTS
         if (value := number(record.summary.get(key))) is not None
     ]
     precision = record.precision + (" emulated" if record.emulated else "")
@@ -131,7 +133,7 @@ def study_row(results: Results, name: str) -> TableRow:
     """Return the row of a study."""
     trials = [trial for arm in results.arms for trial in arm.trials]
     ended = sum(trial.status not in ("pending", "running", INTERRUPTED) for trial in trials)
-    best = best_arm(results.arms)
+    best = next(iter(best_first(results.arms, metric_named(QUALITY))), None)
     running = any(trial.status == "running" for trial in trials)
     times = [time for trial in trials if (time := _trial_seconds(trial)) is not None]
     costs = [cost for trial in trials if (cost := _trial_dollars(trial)) is not None]
@@ -158,10 +160,28 @@ def study_row(results: Results, name: str) -> TableRow:
     )
 
 
-def best_arm(arms: Sequence[Arm]) -> Arm | None:
-    """Return the arm with the lowest mean of validation bits per byte, or None if none was measured."""
-    measured = {arm.id: estimate.mean for arm in arms if (estimate := arm.estimate(QUALITY)) is not None}
-    return min((arm for arm in arms if arm.id in measured), key=lambda arm: measured[arm.id], default=None)
+def search_row(search: Search, name: str) -> TableRow:
+    """Return the row of a search that can be read."""
+    from deskside.study.search.outcome import settings_text  # not at the top: see searches.py
+
+    outcome = search.outcome
+    assert outcome is not None
+    best = [loss for _, loss in outcome.best_so_far]
+    bpb = outcome.winner_mean if outcome.winner_mean is not None else best[-1] if best else None
+    settings = settings_text(outcome.settings)
+    parts = [plural(len(outcome.trials), "trial"), f"best: {settings}" if settings else ""]
+    ended = search.status == "finished"
+    return TableRow(
+        name=name,
+        kind=SEARCH,
+        details=" · ".join(printable(part) for part in parts if part),
+        status=search.status,
+        progress=None if ended else min(1.0, search.spent_seconds / (3600 * outcome.hours or 1.0)),
+        bpb=bpb,
+        seconds=search.spent_seconds,
+        created=search.created,
+        losses=tuple(best),
+    )
 
 
 def _best_losses(best: Arm | None) -> tuple[float, ...]:
@@ -189,9 +209,10 @@ def electricity(card_watts: float, seconds: float, cards: int) -> float:
 
 def cost_note() -> str:
     """Return where the price behind the column of costs comes from."""
+    price = default_electricity_price()
     return (
-        f"electricity of the whole computer at {default_electricity_price().label}; the power of the card is measured, "
-        "that of the rest is modelled as in deskside plan; a report counts the card alone"
+        f"electricity of the whole computer at ${price.usd:.2f} per kWh ({price.label}); the power of the card is "
+        "measured, that of the rest is modelled as in deskside plan; a report counts the card alone"
     )
 
 
@@ -225,16 +246,28 @@ def columns() -> list[dict[str, str]]:
     bpb, speed = metric_named(QUALITY), metric_named(SPEED)
     return [
         {"key": "name", "title": "name", "help": "the directory; a click opens the page"},
-        {"key": "status", "title": "status", "help": "of a study, the share of its trials that have ended"},
+        {
+            "key": "status",
+            "title": "status",
+            "help": "with the share that is done: of steps, trials or hours",
+        },
         {
             "key": "bpb",
             "title": "bits per byte",
-            "help": f"{bpb.label}, lower is better; of a study, its best arm",
+            "help": f"{bpb.label}, lower is better; of a study, its best arm; of a search, the best so far",
         },
         {"key": "tokens_per_second", "title": "tokens/s", "help": f"{speed.about}; of a study, its best arm"},
         {"key": "mfu", "title": "MFU", "help": "model FLOPs utilization; of a study, its best arm"},
-        {"key": "seconds", "title": "time", "help": "of training; of a study, of all its trials"},
+        {
+            "key": "seconds",
+            "title": "time",
+            "help": "of training, in a study of all trials; of a search, on the clock",
+        },
         {"key": "dollars", "title": "cost", "help": cost_note()},
-        {"key": "losses", "title": "loss", "help": "training loss without its steep beginning"},
+        {
+            "key": "losses",
+            "title": "loss",
+            "help": "training loss without its steep beginning; of a search, best so far",
+        },
         {"key": "created", "title": "started", "help": "time of the start, UTC"},
     ]

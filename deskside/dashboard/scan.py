@@ -1,7 +1,8 @@
-"""Finds the studies and runs below a directory. No file is opened, so the search is fast even with 1,000 runs.
+"""Finds the searches, studies and runs below a directory. No file is opened, so it is fast even with 1,000 runs.
 
 A directory is recognized by the files in it:
 
+    search  search.json; it has two studies, trials/ and confirm/
     study   results.json or study.json; the runs below it are its own
     run     run.json, metrics.jsonl or summary.json; its subdirectories are not searched
 
@@ -15,6 +16,7 @@ from pathlib import Path
 
 MAX_DEPTH = 5  # studies/NAME/runs/ARM is four levels below the root
 MAX_DIRECTORIES = 20_000
+SEARCH_MARKERS = frozenset(("search.json",))
 STUDY_MARKERS = frozenset(("results.json", "study.json"))
 RUN_MARKERS = frozenset(("run.json", "metrics.jsonl", "summary.json"))
 SKIPPED_DIRECTORIES = frozenset(
@@ -34,20 +36,27 @@ class FoundRun:
 
 @dataclass(frozen=True)
 class ScanResult:
-    """Directories of studies and runs. `problems` has (path, reason) of each directory that could not be searched."""
+    """Directories of studies, runs and searches. `problems` has (path, reason) of each that could not be listed."""
 
     studies: tuple[Path, ...]
     runs: tuple[FoundRun, ...]
     problems: tuple[tuple[Path, str], ...]
+    searches: tuple[Path, ...] = ()
 
     @property
     def standalone_runs(self) -> tuple[FoundRun, ...]:
         """The runs that belong to no study."""
         return tuple(run for run in self.runs if run.study is None)
 
+    @property
+    def standalone_studies(self) -> tuple[Path, ...]:
+        """The studies that belong to no search."""
+        return tuple(study for study in self.studies if study.parent not in self.searches)
+
 
 def scan(root: Path, max_depth: int = MAX_DEPTH) -> ScanResult:
-    """Return the studies and runs in `root` and up to `max_depth` levels below it, ordered by path."""
+    """Return the searches, studies and runs in `root` and up to `max_depth` levels below it, ordered by path."""
+    searches: list[Path] = []
     studies: list[Path] = []
     runs: list[FoundRun] = []
     problems: list[tuple[Path, str]] = []
@@ -72,7 +81,9 @@ def scan(root: Path, max_depth: int = MAX_DEPTH) -> ScanResult:
         except OSError as error:
             problems.append((path, f"cannot be listed: {error.strerror}"))
             continue
-        if names & STUDY_MARKERS:
+        if names & SEARCH_MARKERS:
+            searches.append(path)
+        elif names & STUDY_MARKERS:
             studies.append(path)
             study = path
         elif names & RUN_MARKERS:
@@ -80,7 +91,12 @@ def scan(root: Path, max_depth: int = MAX_DEPTH) -> ScanResult:
             continue
         if depth < max_depth:
             queue.extend((folder, depth + 1, study) for folder in folders)
-    return ScanResult(tuple(sorted(studies)), tuple(sorted(runs, key=lambda run: run.path)), tuple(problems))
+    return ScanResult(
+        tuple(sorted(studies)),
+        tuple(sorted(runs, key=lambda run: run.path)),
+        tuple(problems),
+        tuple(sorted(searches)),
+    )
 
 
 def _list_directory(path: Path) -> tuple[set[str], list[Path]]:
@@ -88,7 +104,7 @@ def _list_directory(path: Path) -> tuple[set[str], list[Path]]:
     folders: list[Path] = []
     with os.scandir(path) as entries:
         for entry in entries:
-            if entry.name in STUDY_MARKERS or entry.name in RUN_MARKERS:
+            if entry.name in SEARCH_MARKERS | STUDY_MARKERS | RUN_MARKERS:
                 if entry.is_file():  # reading a named pipe would block
                     names.add(entry.name)
             elif not entry.name.startswith(".") and entry.name not in SKIPPED_DIRECTORIES and entry.is_dir():

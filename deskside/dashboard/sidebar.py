@@ -10,7 +10,7 @@ import streamlit as st
 
 from deskside.dashboard import file_cache
 from deskside.dashboard.scan import ScanResult, name_below
-from deskside.dashboard.search import contains
+from deskside.dashboard.word_filter import contains
 from deskside.run.record import machine_name
 from deskside.study.results import INTERRUPTED, Arm, Results, status_text
 from deskside.utils.format import plural, printable
@@ -82,10 +82,10 @@ class Context:
 def show(root: Path, scan: ScanResult, filters_arms: bool = True) -> StudySelection | None:
     """Draw the sidebar, with the filters of arms or without, and return the selected study; None if there is none."""
     with st.sidebar:
-        studies = file_cache.readable_studies(scan)
+        studies, own = file_cache.readable_studies(scan), scan.standalone_studies
         names = {
             name_below(path, root): path
-            for path in sorted(studies, key=lambda path: studies[path].updated, reverse=True)
+            for path in sorted(studies, key=lambda path: (path in own, studies[path].updated), reverse=True)
         }
         if not names:
             st.caption("No readable study was found.")

@@ -304,6 +304,7 @@ def _add_labels(figure: go.Figure, results: Results, data: ScatterChart) -> None
         if several
         else study_text.short_labels(results, [point.arm for point in data.points])
     )
+    names = _without_common_parts(names)
     texts = [
         textwrap.shorten(names[point.arm.id], LABEL_COLUMNS, placeholder=" \u2026") for point in data.points
     ]
@@ -318,13 +319,16 @@ def _add_labels(figure: go.Figure, results: Results, data: ScatterChart) -> None
         for point, text in zip(data.points, texts, strict=True)
     ]
     order = sorted(range(len(marks)), key=lambda i: (not data.points[i].on_front, not _is_baseline(data, i)))
-    front = _front_lines(data)
-    lines = [*front, *_interval_lines(data)]
-    narrow = place_labels(marks, order, (NARROW, WIDE), lines=lines)
-    # Rather a label on an interval than none.
-    narrow = place_labels(marks, order, (NARROW, WIDE), narrow, front)
-    wide = place_labels(marks, order, (WIDE,), narrow, lines)
-    for index, side in place_labels(marks, order, (WIDE,), wide, front).items():
+    front, (across, upright) = _front_lines(data), _interval_lines(data)
+    sides: dict[int, tuple[int, int]] = {}
+    # Rather a label on an upright interval than one that an interval strikes through, and rather that than none.
+    kept_free = ([*front, *across, *upright], [*front, *across], front)
+    for lines in kept_free:
+        sides = place_labels(marks, order, (NARROW, WIDE), sides, lines)
+    narrow = set(sides)
+    for lines in kept_free:
+        sides = place_labels(marks, order, (WIDE,), sides, lines)
+    for index, side in sides.items():
         point = data.points[index]
         right, down = label_offset(marks[index], side)
         figure.add_annotation(
@@ -340,6 +344,14 @@ def _add_labels(figure: go.Figure, results: Results, data: ScatterChart) -> None
         )
 
 
+def _without_common_parts(names: Mapping[str, str]) -> dict[str, str]:
+    """Return the labels without the parts between commas that all have, such as "16 passes", which say nothing."""
+    parts = {arm: name.split(", ") for arm, name in names.items()}
+    common = set.intersection(*(set(of_arm) for of_arm in parts.values()))
+    shorter = {arm: ", ".join(p for p in of_arm if p not in common) for arm, of_arm in parts.items()}
+    return {arm: shorter[arm] or name for arm, name in names.items()} if len(names) > 1 else dict(names)
+
+
 def _front_lines(data: ScatterChart) -> list[Line]:
     """Return the steps of the Pareto front's line, which `trade_off` draws, as fractions of the plot."""
     corners = [(_share(x, data.x), 1 - _share(y, data.y)) for x, y in data.staircase]
@@ -350,15 +362,17 @@ def _front_lines(data: ScatterChart) -> list[Line]:
     return lines
 
 
-def _interval_lines(data: ScatterChart) -> list[Line]:
-    """Return the intervals of all points as fractions of the plot."""
-    lines: list[Line] = []
+def _interval_lines(data: ScatterChart) -> tuple[list[Line], list[Line]]:
+    """Return the horizontal and the vertical intervals of all points as fractions of the plot."""
+    across: list[Line] = []
+    upright: list[Line] = []
     for point in data.points:
         x, y = _share(point.x.mean, data.x), 1 - _share(point.y.mean, data.y)
         x_ends = [_share(max(end, data.x.range[0]), data.x) for end in (point.x.low, point.x.high)]
         y_ends = [1 - _share(max(end, data.y.range[0]), data.y) for end in (point.y.low, point.y.high)]
-        lines += [((x_ends[0], y), (x_ends[1], y)), ((x, y_ends[0]), (x, y_ends[1]))]
-    return lines
+        across.append(((x_ends[0], y), (x_ends[1], y)))
+        upright.append(((x, y_ends[0]), (x, y_ends[1])))
+    return across, upright
 
 
 def _is_baseline(data: ScatterChart, index: int) -> bool:
@@ -419,7 +433,7 @@ def curves(arm_curves: Mapping[str, Sequence[Curve]], x_key: str, y_key: str) ->
             hovertemplate=f"%{{y:.4f}}<extra>{wrap_label(label, 60)}</extra>",
         )
     apply_layout(figure, 400 + 22 * len(drawn), showlegend=len(drawn) > 1)
-    figure.update_layout(legend={"orientation": "h", "y": -0.2, "yanchor": "top"})
+    figure.update_layout(legend={"orientation": "h", "y": -0.2, "yanchor": "top"}, margin={"t": 44})
     figure.update_xaxes(title=CURVE_TITLES[x_key] + (", s" if x_key == "seconds" else ""), rangemode="tozero")
     view = y_range(list(drawn.values()))
     figure.update_yaxes(title=CURVE_TITLES[y_key], range=None if view is None else list(view))

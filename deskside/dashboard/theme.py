@@ -43,6 +43,8 @@ STYLE = """<style>
 :is([data-testid="stSliderThumbValue"], [data-testid="stTab"][aria-selected="true"], button[data-selected="true"]),
 :is([data-testid="stSliderThumbValue"], [data-testid="stTab"][aria-selected="true"], button[data-selected="true"]) * {
   color: inherit !important; font-weight: 600}
+/* Captions are translucent: on the background of code, their text would have too little contrast. */
+[data-testid="stCaptionContainer"] code {padding: 0; background: none; color: inherit}
 [data-stale="true"] {opacity: 1 !important}
 [data-testid="stMetricValue"] {font-size: 1.3rem; font-weight: 600; font-variant-numeric: tabular-nums}
 .sample {padding: 0.8rem 1rem; border: 1px solid rgba(127,127,127,0.35); border-radius: 8px; white-space: pre-wrap;
@@ -50,6 +52,7 @@ STYLE = """<style>
 .sample small {display: block; opacity: 0.75}
 .runs-legend {width: 100%; border-collapse: collapse; font-size: 0.875rem; font-variant-numeric: tabular-nums}
 .runs-legend :is(th, td) {padding: 0.3rem 0.6rem 0.3rem 0; text-align: right; border: 0}
+.runs-legend :is(th, td):first-child {width: 3rem}
 .runs-legend :is(th, td):nth-child(-n+2) {text-align: left; overflow-wrap: anywhere}
 .runs-legend thead th {font-weight: 400; opacity: 0.75}
 .runs-legend hr {width: 2rem; margin: 0; border: 0; border-top: 3px solid}

@@ -270,7 +270,7 @@ def _run(checks: Sequence[Check], say: Say, deadline: float) -> dict[str, dict[s
     return {checks[0].id: failure(outcome)}
 
 
-def failure(outcome: child_process.Outcome) -> dict[str, Any]:
+def failure(outcome: child_process.ProcessOutcome) -> dict[str, Any]:
     """Return the result of a check whose child process failed.
 
     If it raised an exception, the verdict is unsupported, or crashed where the process or its CUDA context died.

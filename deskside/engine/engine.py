@@ -37,12 +37,12 @@ from deskside.engine.graphs import Graphs, bucket, token_bucket
 from deskside.engine.prompts import PackedPrompts, choose_parts, pack
 from deskside.engine.requests import (
     Counts,
+    EngineStepOptions,
     Event,
     PendingBatch,
     Request,
     RowState,
     SampleOutput,
-    StepOptions,
     check_request,
     record_event,
 )
@@ -318,7 +318,7 @@ class Engine:
         rows = [row for row, _ in parts]
         for row, count in parts:
             row.prefilled += count
-        options = StepOptions.of(rows, self.vocabulary)
+        options = EngineStepOptions.of(rows, self.vocabulary)
         lanes, tokens = len(rows), sum(count for _, count in parts)
         graphs = None
         if self._run_ahead:
@@ -343,7 +343,7 @@ class Engine:
 
     def _decode(self, rows: list[RowState]) -> None:
         """Decode one step of these rows."""
-        options = StepOptions.of(rows, self.vocabulary)
+        options = EngineStepOptions.of(rows, self.vocabulary)
         num_tokens = self._tokens_per_replay(rows)
         self._constrain(rows)
         # An upper bound of the rows' lengths after this step. The host does not know the exact lengths: a step yields

@@ -33,7 +33,7 @@ class _Captured:
 class Graphs:
     """CUDA graphs of steps: the host launches one graph instead of a few hundred kernels.
 
-    A graph is captured for each kind of step: each bucket of lanes or tokens with each `steps.StepOptions`. The first
+    A graph is captured for each kind of step: each bucket of lanes or tokens with each `EngineStepOptions`. The first
     steps of a kind run without a graph, because kernels cannot be compiled during a capture. All graphs share one
     memory pool: they run one after the other, and each output is copied to the host before the next graph runs. The
     memory is released with this object.

@@ -254,7 +254,7 @@ class RowState:
 
 
 @dataclass(frozen=True)
-class StepOptions:
+class EngineStepOptions:
     """Options of a step, which the host chooses. With the number of lanes or tokens, they identify a CUDA graph."""
 
     width: int  # see `sampling.ranking_width`
@@ -265,12 +265,12 @@ class StepOptions:
     adapted: bool = False  # some row has an adapter
 
     @staticmethod
-    def of(rows: Sequence[RowState], vocabulary: int) -> "StepOptions":
+    def of(rows: Sequence[RowState], vocabulary: int) -> "EngineStepOptions":
         """Return the options of a step of these rows."""
         requests = [row.request for row in rows]
         # One number of top tokens, because each has its own CUDA graph.
         top = min(TOP_LOGPROBS, vocabulary) if any(request.top_logprobs for request in requests) else 0
-        return StepOptions(
+        return EngineStepOptions(
             ranking_width([request.sampling for request in requests], vocabulary),
             any(request.adjusts for request in requests),
             any(request.logprobs for request in requests),
@@ -286,7 +286,7 @@ class PendingBatch:
 
     rows: Sequence[RowState | None]  # by lane; None if the lane's output is to be ignored
     packed: Tensor  # `steps.StepOutput.packed`, on the host
-    options: StepOptions
+    options: EngineStepOptions
     num_tokens: int  # that each row gets at least
     started: torch.cuda.Event | None  # recorded before the step, and None on a CPU
     copied: torch.cuda.Event | None  # the same after the copy to the host
@@ -295,7 +295,7 @@ class PendingBatch:
     def queue(
         rows: Sequence[RowState | None],
         packed: Tensor,
-        options: StepOptions,
+        options: EngineStepOptions,
         num_tokens: int = 1,
         started: torch.cuda.Event | None = None,
     ) -> "PendingBatch":

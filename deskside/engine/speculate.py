@@ -29,7 +29,7 @@ from deskside.engine.sampling import (
     ranked,
     raw_logprobs,
 )
-from deskside.engine.steps import CachedModel, Slots, StepOptions, StepOutput
+from deskside.engine.steps import CachedModel, EngineStepOptions, Slots, StepOutput
 
 
 def speculate(
@@ -38,7 +38,7 @@ def speculate(
     slots: Slots,
     lanes_B: Tensor,
     bound: int,
-    options: StepOptions,
+    options: EngineStepOptions,
     num_drafts: int,
 ) -> StepOutput:
     """Generate 1 to `num_drafts` + 1 tokens for each lane. `bound`: maximum length of a row, including them."""

@@ -16,7 +16,7 @@ from deskside.engine.adjustments import Adjustments
 from deskside.engine.fused import FusedBlocks, experts_wait
 from deskside.engine.grammar import MASK_BITS, forbid
 from deskside.engine.prompts import PackedPrompts
-from deskside.engine.requests import Request, RowState, StepOptions, TokenOutput
+from deskside.engine.requests import EngineStepOptions, Request, RowState, TokenOutput
 from deskside.engine.sampling import GREEDY, DrawnTokens, SamplingTensors, draw
 from deskside.kernels.decode import KERNEL_DTYPES, kernel_supports
 from deskside.kernels.prefill import packed_kernel_supports
@@ -240,11 +240,11 @@ class Slots:
             self.allowed_SW = torch.full(shape, -1, dtype=torch.int32, device=self.device)
         self.allowed_SW[self.to_device(slots)] = self.copy(masks)
 
-    def adjustments_of(self, lanes_B: Tensor, options: StepOptions) -> Adjustments | None:
+    def adjustments_of(self, lanes_B: Tensor, options: EngineStepOptions) -> Adjustments | None:
         """Return the adjustments of the lanes; None if no row of the step has any."""
         return self.adjustments[lanes_B] if options.adjusted and self.adjustments is not None else None
 
-    def adapters_of(self, lanes_B: Tensor, options: StepOptions) -> Tensor | None:
+    def adapters_of(self, lanes_B: Tensor, options: EngineStepOptions) -> Tensor | None:
         """Return the adapters of the lanes; None if no row of the step has one."""
         return self.adapter_S[lanes_B] if options.adapted else None
 
@@ -263,7 +263,7 @@ def prefill(
     models: tuple[CachedModel, ...],
     slots: Slots,
     prompts: PackedPrompts,
-    options: StepOptions,
+    options: EngineStepOptions,
     blocks: CachedBlocks | None = None,
 ) -> StepOutput:
     """Prefill parts of prompts. Rows whose prompt is complete get their first token; ignore the output of the others.
@@ -293,7 +293,7 @@ def decode(
     slots: Slots,
     lanes_B: Tensor,
     bound: int,
-    options: StepOptions,
+    options: EngineStepOptions,
     num_tokens: int = 1,
 ) -> StepOutput:
     """Generate `num_tokens` tokens for each lane, one after the other, also after an end token.
@@ -305,7 +305,7 @@ def decode(
 
 
 def _decode_one(
-    models: tuple[CachedModel, ...], slots: Slots, lanes_B: Tensor, bound: int, options: StepOptions
+    models: tuple[CachedModel, ...], slots: Slots, lanes_B: Tensor, bound: int, options: EngineStepOptions
 ) -> StepOutput:
     token_B, length_B, count_B = slots.read(lanes_B)
     table_BN = slots.table_SN[lanes_B]
@@ -319,7 +319,7 @@ def _decode_one(
 
 
 def _draw(
-    slots: Slots, lanes_B: Tensor, logits_BV: Tensor, count_B: Tensor, options: StepOptions
+    slots: Slots, lanes_B: Tensor, logits_BV: Tensor, count_B: Tensor, options: EngineStepOptions
 ) -> DrawnTokens:
     settings = slots.settings[lanes_B]
     adjustments = slots.adjustments_of(lanes_B, options)

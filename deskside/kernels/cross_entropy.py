@@ -33,47 +33,46 @@ class FutureTargets(NamedTuple):
     weights_K: Tensor
 
 
+class LossOptions(NamedTuple):
+    """How the loss of a token is computed from its logits.
+
+    softcap: logits x become softcap * tanh(x / softcap); None leaves them. z_loss: the factor of the additional term
+    logsumexp^2 (Chowdhery et al. 2022, arXiv 2204.02311). chunk_tokens: tokens whose logits exist at a time.
+    """
+
+    softcap: float | None = None
+    z_loss: float = 0.0
+    chunk_tokens: int = CHUNK_TOKENS
+
+
+DEFAULTS = LossOptions()
+
+
 def linear_cross_entropy(
     hidden_ND: Tensor,
     weight_VD: Tensor,
     targets_N: Tensor,
-    *,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-    chunk_tokens: int = CHUNK_TOKENS,
+    options: LossOptions = DEFAULTS,
     rows: ReplacementRows | None = None,
 ) -> Tensor:
     """Sum -log softmax(cap(hidden weight^T))[target] + z_loss * logsumexp^2 over tokens, as a float32 scalar.
 
-    cap(x) is softcap * tanh(x / softcap), or x without a softcap. Tokens whose target is -100 are ignored. z-loss:
-    Chowdhery et al. 2022 (arXiv 2204.02311). Differentiable in hidden, weight and values. rows: (ids (n,), values (n,
-    D)); `values` replace the rows `ids` of the weight, which are then unused. This trains some rows of a frozen weight
-    without a gradient of the whole weight.
+    Tokens whose target is -100 are ignored. Differentiable in hidden, weight and values. options: the cap, z_loss and
+    the chunks. rows: (ids (n,), values (n, D)); `values` replace the rows `ids` of the weight, which are then unused.
+    This trains some rows of a frozen weight without a gradient of the whole weight.
     """
-    ids, values = rows or (None, None)
-    if torch.is_grad_enabled() and any(
-        t is not None and t.requires_grad for t in (hidden_ND, weight_VD, values)
-    ):
-        terms = (softcap, z_loss)
-        loss, _ = _LinearCrossEntropy.apply(
-            hidden_ND, weight_VD, targets_N, ids, values, chunk_tokens, terms, None
-        )
-        assert isinstance(loss, Tensor)
-        return loss
-    return token_losses(
-        hidden_ND, weight_VD, targets_N, softcap=softcap, z_loss=z_loss, chunk_tokens=chunk_tokens, rows=rows
-    ).sum()
+    tensors = (hidden_ND, weight_VD, None if rows is None else rows[1])
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        return multi_token_cross_entropy(hidden_ND, weight_VD, targets_N, None, options, rows)[0]
+    return token_losses(hidden_ND, weight_VD, targets_N, options, rows).sum()
 
 
 def multi_token_cross_entropy(
     hidden_ND: Tensor,
     weight_VD: Tensor,
     targets_N: Tensor,
-    future: FutureTargets,
-    *,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-    chunk_tokens: int = CHUNK_TOKENS,
+    future: FutureTargets | None,
+    options: LossOptions = DEFAULTS,
     rows: ReplacementRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of all terms, next token and `future`, and the sum of the next token's only, without gradient.
@@ -82,7 +81,7 @@ def multi_token_cross_entropy(
     """
     ids, values = rows or (None, None)
     total, next_token = _LinearCrossEntropy.apply(
-        hidden_ND, weight_VD, targets_N, ids, values, chunk_tokens, (softcap, z_loss), future
+        hidden_ND, weight_VD, targets_N, ids, values, options, future
     )
     return total, next_token
 
@@ -92,19 +91,16 @@ def token_losses(
     hidden_ND: Tensor,
     weight_VD: Tensor,
     targets_N: Tensor,
-    *,
-    softcap: float | None = None,
-    z_loss: float = 0.0,
-    chunk_tokens: int = CHUNK_TOKENS,
+    options: LossOptions = DEFAULTS,
     rows: ReplacementRows | None = None,
 ) -> Tensor:
     """Return the loss of each token, (N,) float32, 0 where ignored. Not differentiable; for evaluation."""
     weight = weight_VD.to(hidden_ND.dtype)
     ids, values = (None, None) if rows is None else (rows[0], rows[1].to(hidden_ND.dtype))
-    chunk_loss = loss_kernels(hidden_ND).chunk_loss
+    chunk_loss, chunk = loss_kernels(hidden_ND).chunk_loss, options.chunk_tokens
     losses = [
-        chunk_loss(_logits(hidden, weight, ids, values), targets, softcap, z_loss)
-        for hidden, targets in zip(hidden_ND.split(chunk_tokens), targets_N.split(chunk_tokens), strict=True)
+        chunk_loss(_logits(hidden, weight, ids, values), targets, options)
+        for hidden, targets in zip(hidden_ND.split(chunk), targets_N.split(chunk), strict=True)
     ]
     return torch.cat(losses)
 
@@ -118,8 +114,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets_N: Tensor,
         ids: Tensor | None,
         values: Tensor | None,
-        chunk_tokens: int,
-        terms: tuple[float | None, float],
+        options: LossOptions,
         future: FutureTargets | None,
     ) -> tuple[Tensor, Tensor]:
         accumulate_dtype = at_least_float32(hidden_ND)
@@ -133,11 +128,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         d_weight = torch.zeros_like(weight_VD, dtype=accumulate_dtype) if need_weight else None
         losses: list[Tensor] = []
         chunk_loss_and_grad = loss_kernels(hidden_ND).chunk_loss_and_grad
-        for start in range(0, hidden_ND.shape[0], chunk_tokens):
-            chunk = slice(start, start + chunk_tokens)
+        for start in range(0, hidden_ND.shape[0], options.chunk_tokens):
+            chunk = slice(start, start + options.chunk_tokens)
             hidden = hidden_ND[chunk]
             chunk_losses, d_logits = chunk_loss_and_grad(
-                _logits(hidden, weight, ids, rows), targets_N[chunk], *terms, part_of(future, chunk)
+                _logits(hidden, weight, ids, rows), targets_N[chunk], options, part_of(future, chunk)
             )
             losses.append(chunk_losses)
             if d_hidden is not None:
@@ -168,7 +163,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             d_hidden = multiply_by_scalar(d_hidden, grad)
         if d_weight is not None:
             d_weight = multiply_by_scalar(d_weight, grad).to(ctx.weight_dtype)
-        return d_hidden, d_weight, None, None, d_rows, None, None, None
+        return d_hidden, d_weight, None, None, d_rows, None, None
 
 
 def part_of(future: FutureTargets | None, chunk: slice) -> FutureTargets | None:
@@ -213,32 +208,27 @@ def add_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
 def chunk_loss_and_fp8_grad(
     logits: Tensor,
     targets: Tensor,
-    softcap: float | None,
-    z_loss: float,
+    options: LossOptions,
     scale: float,
     future: FutureTargets | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the losses of `chunk_loss_and_grad`, and `scale` times the gradient of their sum, (n, V) in E5M2."""
-    losses, grad = chunk_loss_and_grad(logits.float(), targets, softcap, z_loss, future)
+    losses, grad = chunk_loss_and_grad(logits.float(), targets, options, future)
     limit = torch.finfo(torch.float8_e5m2).max
     return losses, (grad * scale).clamp(-limit, limit).to(torch.float8_e5m2)
 
 
-def chunk_loss(logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float) -> Tensor:
+def chunk_loss(logits: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
     """Return the losses (n,) of one chunk."""
-    logits = _cap(logits.to(at_least_float32(logits)), softcap)
+    logits = _cap(logits.to(at_least_float32(logits)), options.softcap)
     valid = targets != IGNORED
     lse = torch.logsumexp(logits, dim=-1)
     target_logit = logits.gather(1, torch.where(valid, targets, 0)[:, None]).squeeze(1)
-    return torch.where(valid, lse - target_logit + z_loss * lse * lse, 0.0)
+    return torch.where(valid, lse - target_logit + options.z_loss * lse * lse, 0.0)
 
 
 def chunk_loss_and_grad(
-    logits: Tensor,
-    targets: Tensor,
-    softcap: float | None,
-    z_loss: float,
-    future: FutureTargets | None = None,
+    logits: Tensor, targets: Tensor, options: LossOptions, future: FutureTargets | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the losses (n,) of one chunk, and the gradient of their sum with respect to the logits (n, V).
 
@@ -246,6 +236,7 @@ def chunk_loss_and_grad(
     logits' dtype. May overwrite the logits, because on a CPU allocating memory for each pass would cost more than the
     arithmetic.
     """
+    softcap, z_loss = options.softcap, options.z_loss
     capped = _cap(logits.to(at_least_float32(logits)), softcap)
     slope = None if softcap is None else 1 - (capped / softcap) ** 2
     valid = targets != IGNORED

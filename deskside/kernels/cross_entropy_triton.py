@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deskside.kernels.cross_entropy import FutureTargets
+from deskside.kernels.cross_entropy import FutureTargets, LossOptions
 from deskside.kernels.functional import IGNORED
 
 BLOCK, FP8_BLOCK = 16384, 8192  # entries of a row per iteration; chosen on an H200 (docs/log.md)
@@ -135,43 +135,38 @@ def loss_and_grad(  # type: ignore[no-untyped-def]
 
 
 def chunk_loss_and_grad(
-    logits: Tensor,
-    targets: Tensor,
-    softcap: float | None,
-    z_loss: float,
-    future: FutureTargets | None = None,
+    logits: Tensor, targets: Tensor, options: LossOptions, future: FutureTargets | None = None
 ) -> tuple[Tensor, Tensor]:
     """See `cross_entropy.chunk_loss_and_grad`. The gradient is in the memory of the logits."""
-    return _launch(logits, targets, (softcap, z_loss), logits, future=future), logits
+    return _launch(logits, targets, options, logits, future=future), logits
 
 
 def chunk_loss_and_fp8_grad(
     logits: Tensor,
     targets: Tensor,
-    softcap: float | None,
-    z_loss: float,
+    options: LossOptions,
     scale: float,
     future: FutureTargets | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `cross_entropy.chunk_loss_and_fp8_grad`."""
     grads = torch.empty(logits.shape, dtype=torch.float8_e5m2, device=logits.device)
-    return _launch(logits, targets, (softcap, z_loss), grads, scale, future), grads
+    return _launch(logits, targets, options, grads, scale, future), grads
 
 
-def chunk_loss(logits: Tensor, targets: Tensor, softcap: float | None, z_loss: float) -> Tensor:
+def chunk_loss(logits: Tensor, targets: Tensor, options: LossOptions) -> Tensor:
     """Return the losses (n,) float32 of a chunk."""
-    return _launch(logits, targets, (softcap, z_loss), None)
+    return _launch(logits, targets, options, None)
 
 
 def _launch(
     logits: Tensor,
     targets: Tensor,
-    terms: tuple[float | None, float],
+    options: LossOptions,
     grads: Tensor | None,
     scale: float = 1.0,
     future: FutureTargets | None = None,
 ) -> Tensor:
-    (n, V), (softcap, z_loss) = logits.shape, terms
+    (n, V), softcap, z_loss = logits.shape, options.softcap, options.z_loss
     K = 0 if future is None else future.targets_NK.shape[1]
     losses = torch.empty((n, 2) if K else n, dtype=torch.float32, device=logits.device)
     later_targets, weights = (None, None) if future is None else future

@@ -4,9 +4,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from deskside.kernels.fused.launch import capability
+
 # Side of a tile, depth of one step of the product, stages, warps. Operands in flight: 3 x 2 x 128 x 64 values of
 # float16 are 96 KiB, of the 99 that a block may have on a consumer card.
 SIDE, DEPTH, STAGES, WARPS = 128, 64, 3, 4
+WARPS_10 = 8  # on compute capability 10.x, where four warps spill registers; not measured there
 DEPTH_FLOAT32 = 32
 
 
@@ -72,7 +75,8 @@ def symmetric_product(
     batch, rows, n = p.shape
     depth = DEPTH if p.element_size() == 2 else DEPTH_FLOAT32
     tiles = triton.cdiv(n, SIDE)
+    warps = WARPS_10 if capability(p.device)[0] == 10 else WARPS
     _symmetric_product[(tiles * (tiles + 1) // 2, batch)](
         p, r, addend, out, alpha, beta, gamma, rows, n,
-        EVEN=n % SIDE == 0 and rows % depth == 0, SIDE=SIDE, DEPTH=depth, num_stages=STAGES, num_warps=WARPS,
+        EVEN=n % SIDE == 0 and rows % depth == 0, SIDE=SIDE, DEPTH=depth, num_stages=STAGES, num_warps=warps,
     )  # fmt: skip

@@ -92,8 +92,12 @@ class Launch(NamedTuple):
     stages: int
 
 
-def launch_of(head_bytes: int) -> Launch:
+def launch_of(head_bytes: int, dtype: torch.dtype) -> Launch:
     """Return the launch for heads of this many bytes, a power of two."""
+    if (
+        dtype == torch.float32
+    ):  # products in full float32 run outside of the tensor cores, and larger tiles spill
+        return Launch(64, 64 if head_bytes <= 256 else 32, 8, 2)
     if head_bytes <= 128:
         return Launch(128, 64, 4, 3)
     if head_bytes <= 256:
@@ -114,17 +118,16 @@ def attend_packed(
     (N, H, C), (_, K, S, _), (L, width) = q_NHC.shape, k_PKSC.shape, table_LN.shape
     window = options.window
     block_c = max(16, triton.next_power_of_2(C))
-    launch = launch_of(block_c * q_NHC.element_size())
+    launch = launch_of(block_c * q_NHC.element_size(), q_NHC.dtype)
     queries = launch.tile_rows // (H // K)
     out_NHC = torch.empty_like(q_NHC, memory_format=torch.contiguous_format)
-    # As in decoding, products in full float32 spill registers with four warps.
-    precision, warps = ("ieee", 8) if q_NHC.dtype == torch.float32 else ("tf32", launch.warps)
+    precision = "ieee" if q_NHC.dtype == torch.float32 else "tf32"
     _attend_packed[(N // queries + L + 1, K)](
         q_NHC.contiguous(), k_PKSC, v_PKSC, table_LN.contiguous(), lengths_L.contiguous(), cu_seqlens.contiguous(),
         options.sinks_H, out_NHC,
         *scale_and_softcap(options, C), window or 0, width, L, N,
         H, K, C, S, queries, launch.tile_rows, launch.tile, block_c, window is not None,
         options.softcap is not None, options.sinks_H is not None, precision,
-        num_warps=warps, num_stages=launch.stages,
+        num_warps=launch.warps, num_stages=launch.stages,
     )  # fmt: skip
     return out_NHC

@@ -176,10 +176,13 @@ def few_rows_product(x_NC: Tensor, codes_RC: Tensor, scale_R: Tensor) -> Tensor:
     """See `kernels.stored_weights.linear_from_codes`; for at most MAX_FEW_ROWS rows of x."""
     (N, C), R = x_NC.shape, len(codes_RC)
     out_NR = torch.empty(N, R, dtype=x_NC.dtype, device=x_NC.device)
-    precision = "ieee" if x_NC.dtype == torch.float32 else "tf32"
+    # Products in full float32 run outside of the tensor cores, and spill registers with more columns or fewer warps.
+    precision, columns, warps = (
+        ("ieee", 128, 8) if x_NC.dtype == torch.float32 else ("tf32", PRODUCT_COLUMNS, 4)
+    )
     _few_rows[(triton.cdiv(R, PRODUCT_ROWS),)](
         x_NC.contiguous(), codes_RC.contiguous(), scale_R.contiguous(), out_NR, N, R, C,
-        max(16, triton.next_power_of_2(N)), PRODUCT_ROWS, PRODUCT_COLUMNS, precision,
-        num_warps=4, num_stages=3,
+        max(16, triton.next_power_of_2(N)), PRODUCT_ROWS, columns, precision,
+        num_warps=warps, num_stages=3,
     )  # fmt: skip
     return out_NR

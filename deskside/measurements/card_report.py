@@ -65,7 +65,7 @@ class StepTime(_Record):
         return self
 
 
-class Point(_Record):
+class ReportedPoint(_Record):
     """A short training run. model: fields of ModelConfig; matmul_flops: of a large BF16 product, just before the run;
     precision: the recipe that ran; launch_seconds: the host's time to launch a step of fused kernels."""
 
@@ -95,7 +95,7 @@ class Point(_Record):
         return fields
 
     @model_validator(mode="after")
-    def _check_batch(self) -> "Point":
+    def _check_batch(self) -> "ReportedPoint":
         if self.micro_tokens % self.sequence_length or self.tokens % self.micro_tokens:
             raise ValueError(
                 f"micro_tokens: {self.micro_tokens} must be whole rows of {self.sequence_length} tokens that divide "
@@ -158,7 +158,7 @@ class CardReport(_Record):
     triton: Version | None
     deskside: Version
     benchmark: Benchmark | None
-    points: Annotated[tuple[Point, ...], Field(min_length=1, max_length=MAX_POINTS, strict=False)]
+    points: Annotated[tuple[ReportedPoint, ...], Field(min_length=1, max_length=MAX_POINTS, strict=False)]
     doctor: Annotated[dict[CheckName, Verdict], Field(max_length=MAX_CHECKS)]
 
     @model_validator(mode="after")

@@ -10,7 +10,7 @@ import datetime
 
 from deskside.budget.shape import flops_per_token, num_params
 from deskside.facts.gpus import Gpu, find_device, gpus
-from deskside.measurements.card_report import CardReport, Point
+from deskside.measurements.card_report import CardReport, ReportedPoint
 from deskside.utils.errors import UsageError
 from deskside.utils.format import gib
 
@@ -75,7 +75,7 @@ def _check_power(report: CardReport, gpu: Gpu) -> None:
             )
 
 
-def _check_point(name: str, point: Point, report: CardReport, gpu: Gpu) -> None:
+def _check_point(name: str, point: ReportedPoint, report: CardReport, gpu: Gpu) -> None:
     """Raise UsageError for a run that this card cannot have done."""
     _check_rate(f"{name}.matmul_flops", point.matmul_flops, gpu)
     model, params = point.config, num_params(point.config)

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import deskside
 from deskside.facts.gpus import Gpu, find_device, gpus
-from deskside.measurements.card_report import CardReport, Point, parse_report, read_report
+from deskside.measurements.card_report import CardReport, ReportedPoint, parse_report, read_report
 from deskside.measurements.plausible import check_report
 from deskside.utils import strict_json
 from deskside.utils.errors import UsageError
@@ -178,14 +178,14 @@ class ReportedSpeed:
     """Speed of one setting in the reports of a card. tokens_per_second: lowest, median and highest of the reports;
     point: the setting, with the result of the first report."""
 
-    point: Point
+    point: ReportedPoint
     reports: int
     tokens_per_second: tuple[float, float, float]
 
 
 def reported_speeds(entries: Sequence[Reported]) -> tuple[ReportedSpeed, ...]:
     """Return the speed of every setting in these reports, those with the most reports first."""
-    by_setting: dict[str, list[Point]] = {}
+    by_setting: dict[str, list[ReportedPoint]] = {}
     for entry in entries:
         for point in entry.report.points:
             by_setting.setdefault(json.dumps(point.setting(), sort_keys=True), []).append(point)

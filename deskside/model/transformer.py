@@ -13,7 +13,13 @@ from torch import Tensor, nn
 from deskside.budget.shape import kv_bytes_per_token
 from deskside.config.model import ModelConfig
 from deskside.kernels.attention import AttentionContext, Requirements, prepare
-from deskside.kernels.cross_entropy import CHUNK_TOKENS, FutureTargets, ReplacementRows, token_losses
+from deskside.kernels.cross_entropy import (
+    CHUNK_TOKENS,
+    FutureTargets,
+    LossOptions,
+    ReplacementRows,
+    token_losses,
+)
 from deskside.model.block import (
     DEFAULT_BLOCKS,
     Attention,
@@ -35,11 +41,15 @@ PARAM_GROUPS = ("embedding", "position", "attention", "mlp", "norm", "head")
 
 
 class Transformer(nn.Module):
-    """A decoder-only transformer. Its parameters are uninitialized: call `initialize` (init.py) or load weights."""
+    """A decoder-only transformer. Its parameters are uninitialized: call `initialize` (init.py) or load weights.
+
+    dropout: function of the embedding before the first block, set from outside (dropout.py); None is no function.
+    """
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
+        self.dropout: Callable[[Tensor], Tensor] | None = None
         self.embed = Embedding(config.vocab_size, config.hidden_size)
         self.position: Embedding | None = None
         if config.position_embedding == "learned":
@@ -113,6 +123,7 @@ class Transformer(nn.Module):
         B, T = tokens_BT.shape
         self._check_length(T)
         x_BTD = self._embed(tokens_BT, positions_BT)
+        x_BTD = x_BTD if self.dropout is None else self.dropout(x_BTD)
         rotations = self._rotations(T, positions_BT)
         contexts = self._contexts(context or AttentionContext(), B, T, x_BTD)
         # Splitting the embedding costs several passes over it, forward and backward.
@@ -155,10 +166,9 @@ class Transformer(nn.Module):
         not part of the sum.
         """
         hidden_BTD, statistics = self.hidden_and_router(tokens_BT, context, positions_BT)
-        options = self._loss_options(z_loss, chunk_tokens)
-        loss = self.head_loss(
-            hidden_BTD.flatten(0, 1), self._head_table.weight, targets_BT.flatten(), **options
-        )
+        options = LossOptions(self.config.final_logit_softcapping, z_loss, chunk_tokens)
+        hidden_ND, targets_N = hidden_BTD.flatten(0, 1), targets_BT.flatten()
+        loss = self.head_loss(hidden_ND, self._head_table.weight, targets_N, options, self.head_rows)
         return loss, _router_statistics(statistics, tokens_BT)
 
     def multi_token_loss(
@@ -176,19 +186,12 @@ class Transformer(nn.Module):
         Returns the sum of all terms, the next token's part of it (without gradient), and the routers' statistics.
         """
         hidden_BTD, statistics = self.hidden_and_router(tokens_BT, context, positions_BT)
-        options = self._loss_options(z_loss, chunk_tokens)
+        options = LossOptions(self.config.final_logit_softcapping, z_loss, chunk_tokens)
+        hidden_ND, targets_N = hidden_BTD.flatten(0, 1), targets_BT.flatten()
         total, next_token = self.head_loss.multi_token(
-            hidden_BTD.flatten(0, 1), self._head_table.weight, targets_BT.flatten(), future, **options
+            hidden_ND, self._head_table.weight, targets_N, future, options, self.head_rows
         )
         return total, next_token, _router_statistics(statistics, tokens_BT)
-
-    def _loss_options(self, z_loss: float, chunk_tokens: int) -> dict[str, Any]:
-        return {
-            "softcap": self.config.final_logit_softcapping,
-            "z_loss": z_loss,
-            "chunk_tokens": chunk_tokens,
-            "rows": self.head_rows,
-        }
 
     @torch.no_grad()
     def token_losses(
@@ -201,14 +204,9 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Return the cross-entropy of each token, (B, T) float32, 0 where the target is -100. For evaluation."""
         hidden_BTD = self.hidden(tokens_BT, context, positions_BT)
-        losses_N = token_losses(
-            hidden_BTD.flatten(0, 1),
-            self._head_table.weight,
-            targets_BT.flatten(),
-            softcap=self.config.final_logit_softcapping,
-            chunk_tokens=chunk_tokens,
-            rows=self.head_rows,
-        )
+        options = LossOptions(self.config.final_logit_softcapping, chunk_tokens=chunk_tokens)
+        hidden_ND, targets_N = hidden_BTD.flatten(0, 1), targets_BT.flatten()
+        losses_N = token_losses(hidden_ND, self._head_table.weight, targets_N, options, self.head_rows)
         return losses_N.view(targets_BT.shape)
 
     # Generation

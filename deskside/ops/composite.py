@@ -145,8 +145,9 @@ class GatedLinear(nn.Module):
 class Sublayer(nn.Module):
     """One half of a block: (residual, delta) -> (residual, delta), where the new delta is its output.
 
-    `forward_override`, set from outside, replaces its forward up to the norm of its output; None does not.
-    output_norm: norm of its output; None if there is none. multiplier: factor of its output.
+    `forward_override`, set from outside, replaces its forward up to the norm of its output; None does not. `dropout`,
+    also from outside, is the last function of its output. output_norm: norm of its output; None if there is none.
+    multiplier: factor of its output.
     """
 
     def __init__(self, output_norm: Norm | None = None, multiplier: float = 1.0) -> None:
@@ -154,11 +155,13 @@ class Sublayer(nn.Module):
         self.output_norm = output_norm
         self.multiplier = multiplier
         self.forward_override: Callable[..., Any] | None = None
+        self.dropout: Callable[[Tensor], Tensor] | None = None
 
     def normed(self, output_BTD: Tensor) -> Tensor:
-        """Return the sublayer's output after its norm, if it has one, times its factor."""
+        """Return the sublayer's output after its norm, if it has one, times its factor, after its dropout."""
         output_BTD = output_BTD if self.output_norm is None else self.output_norm(output_BTD)
-        return output_BTD if self.multiplier == 1.0 else output_BTD * self.multiplier
+        output_BTD = output_BTD if self.multiplier == 1.0 else output_BTD * self.multiplier
+        return output_BTD if self.dropout is None else self.dropout(output_BTD)
 
 
 class AttentionSublayer(Sublayer):

@@ -10,7 +10,7 @@ None.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from deskside.kernels.cross_entropy import (
     FutureTargets,
+    LossOptions,
     ReplacementRows,
     linear_cross_entropy,
     multi_token_cross_entropy,
@@ -122,21 +123,33 @@ class HeadLoss(nn.Module):
         super().__init__()
         self.forward_override: LossOverride | None = None
 
-    def forward(self, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, **options: Any) -> Tensor:
-        """See `linear_cross_entropy`. An override that does not support `rows` raises TypeError if they are passed."""
-        if options.get("rows") is None:
-            options.pop("rows", None)
-        return (self.forward_override or linear_cross_entropy)(hidden_ND, weight_VD, targets_N, **options)
+    def forward(
+        self,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        options: LossOptions,
+        rows: ReplacementRows | None = None,
+    ) -> Tensor:
+        """See `linear_cross_entropy`. An override that does not support `rows` raises TypeError if they are given."""
+        more = {} if rows is None else {"rows": rows}
+        loss = self.forward_override or linear_cross_entropy
+        return loss(hidden_ND, weight_VD, targets_N, options, **more)
 
     def multi_token(
-        self, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, future: FutureTargets, **options: Any
+        self,
+        hidden_ND: Tensor,
+        weight_VD: Tensor,
+        targets_N: Tensor,
+        future: FutureTargets,
+        options: LossOptions,
+        rows: ReplacementRows | None = None,
     ) -> tuple[Tensor, Tensor]:
         """See `multi_token_cross_entropy`. An override without `rows` raises TypeError as in `forward`."""
-        if options.get("rows") is None:
-            options.pop("rows", None)
+        more = {} if rows is None else {"rows": rows}
         override = self.forward_override
         loss = multi_token_cross_entropy if override is None else override.multi_token
-        return loss(hidden_ND, weight_VD, targets_N, future, **options)
+        return loss(hidden_ND, weight_VD, targets_N, future, options, **more)
 
 
 def make_slices(outputs: Sequence[tuple[str, int]]) -> tuple[Slice, ...]:

@@ -36,13 +36,14 @@ class WeightAverage:
         tensors: The average by name. Call `wait` before the host reads it.
         updates: Number of updates. Before the first one there is no average.
         blend: Share of the average in `tensors`, after `blend_in` has mixed the weights of the last step into them.
-        by_blend: Metrics of an evaluation for each blend that was tried at the end, with its share as "blend".
+        by_blend: The validation loss of each blend that was tried at the end, None if it is not finite, with the
+            average's share as "blend".
     """
 
     def __init__(self, weights: Mapping[str, Tensor], config: AverageConfig, device: torch.device):
         self.weights, self.config = weights, config
         self.updates, self.blend = 0, 1.0
-        self.by_blend: list[dict[str, float]] = []
+        self.by_blend: list[dict[str, Any]] = []
         self._progress = 0.0  # at the last update
         self._streamer = Streamer(device) if config.offload else None
         self.tensors: dict[str, Tensor] = {

@@ -14,6 +14,7 @@ from deskside.budget.scaling import Scaling
 from deskside.config.optim import AdamWConfig, MuonConfig
 from deskside.optim import adamw as adamw_module
 from deskside.optim.adamw import AdamW, AdamWGroup
+from deskside.optim.ema_nesterov import EmaNesterov
 from deskside.optim.groups import ParameterInfo, Role, classify_parameters
 from deskside.optim.muon import Muon
 from deskside.optim.offload import Streamer
@@ -34,6 +35,7 @@ class Optimizer:
     separate: names of the parameters that `step` leaves out. `step_one` updates them one at a time, so that their
     gradients need not exist on the device together. owners: ranks by the name of the matrix that they update for all
     replicas; `step` needs no gradient of the other ranks' matrices. tables: an embedding that equals the head at first.
+    ema: moves the weights ahead before the passes of a step.
     """
 
     def __init__(
@@ -44,9 +46,10 @@ class Optimizer:
         streamer: Streamer | None = None,
         separate: frozenset[str] = frozenset(),
         tables: TiedTables | None = None,
+        ema: EmaNesterov | None = None,
     ):
         self.parameters, self.adamw, self.muon, self.streamer = parameters, adamw, muon, streamer
-        self.separate, self.tables = separate, tables
+        self.separate, self.tables, self.ema = separate, tables, ema
         self.separate_parameters = [info for info in parameters if info.name in separate]
         self._together = [info for info in parameters if info.name not in separate]
         self.owners: Mapping[str, int] = {} if muon is None else muon.owners
@@ -61,6 +64,8 @@ class Optimizer:
         decay_factor = 1.0
         if self.tables is not None:
             self.tables.set_progress(progress)
+        if self.ema is not None:
+            self.ema.set_progress(lr_factor, progress)
         if self.muon is not None:
             self.muon.set_progress(lr_factor, progress, step)
             decay_factor = self.muon.decay_factor(progress)
@@ -178,7 +183,7 @@ class Optimizer:
         All replicas call this. If they share the update, only rank 0 has the state of all matrices, with copies on the
         host of what other ranks own.
         """
-        tensors = self._adamw_state()
+        tensors = self._adamw_state() | self._ema_state()
         if self.muon is not None:
             tensors |= self.muon.state_on_rank_zero()
         return tensors, {
@@ -192,6 +197,9 @@ class Optimizer:
         states = self.adamw.state.items()
         return {f"{key}/{name}": tensor for name, state in states for key, tensor in state.items()}
 
+    def _ema_state(self) -> dict[str, Tensor]:
+        return {} if self.ema is None else {f"ema/{name}": t for name, t in self.ema.averages.items()}
+
     def load_state_dict_flat(self, tensors: dict[str, Tensor], data: dict[str, Any]) -> None:
         """Restore the result of `state_dict_flat` exactly. Raises RunError if it is of another optimizer or model."""
         if data.get("optimizer") != self._name():
@@ -202,7 +210,7 @@ class Optimizer:
         if not tensors:
             return
         self.create_state()
-        current = self._adamw_state()
+        current = self._adamw_state() | self._ema_state()
         expected = set(current)
         if self.muon is not None:
             current |= self.muon.state()
@@ -234,6 +242,8 @@ class Optimizer:
         self.adamw.create_state()
         if self.muon is not None:
             self.muon.create_state()
+        if self.ema is not None:
+            self.ema.create_state()
 
     def _name(self) -> str:
         return "adamw" if self.muon is None else "muon"
@@ -255,7 +265,7 @@ def build(
     rows do not.
 
     Raises UsageError for a parameter of unknown role or on an unsupported device, for sharded weights with 8-bit,
-    4-bit or offloaded state, and for adapters or single rows with Muon.
+    4-bit or offloaded state, for adapters or single rows with Muon, and for a rate of embeddings without embeddings.
 
     Args:
         scaling: Factors of learning rates and weight decay, applied if `config.scale` is set.
@@ -281,8 +291,16 @@ def build(
     muon = None
     if isinstance(config, AdamWConfig):
         lr, decay = config.lr * scaling.embedding_lr, config.weight_decay * scaling.weight_decay
+        ratio = 1.0 if config.embedding_lr is None else config.embedding_lr / config.lr
+        if config.embedding_lr is not None and not with_role("embedding", "position"):
+            raise UsageError(
+                "optim.embedding_lr: no embedding has a rate of its own here, because it is also the head or does not "
+                "train; leave it out, or use --model.tie_word_embeddings false"
+            )
         groups = [
-            AdamWGroup("weights", with_role("matrix", "head", "embedding", "position"), lr, decay),
+            AdamWGroup("weights", with_role("matrix", "head"), lr, decay),
+            # A step shrinks weights by rate * decay. At 50 times the rate, rare tokens would be forgotten in between.
+            AdamWGroup("embedding", with_role("embedding", "position"), lr * ratio, decay / ratio),
             AdamWGroup("vectors", with_role("vector"), lr, 0.0),
             AdamWGroup("adapters", with_role("adapter"), config.lr, config.weight_decay),
             AdamWGroup("rows", with_role("rows"), config.lr, 0.0),
@@ -309,7 +327,8 @@ def build(
     cautious = config.cautious_weight_decay
     adamw = AdamW(groups, config.betas, config.eps, config.states, streamer, fused, masters, cautious)
     tables = TiedTables(parameters, tied_until) if tied_until else None
-    return Optimizer(parameters, adamw, muon, streamer, separate, tables)
+    ema = EmaNesterov(parameters, config) if config.ema_nesterov else None
+    return Optimizer(parameters, adamw, muon, streamer, separate, tables, ema)
 
 
 def _check_parameter(info: ParameterInfo, config: AdamWConfig | MuonConfig) -> None:

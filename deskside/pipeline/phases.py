@@ -202,13 +202,14 @@ class PipelineRequest:
 def plan(request: PipelineRequest, pretrain_seconds: float) -> tuple[Result, Plan | None]:
     """Plan a training run of `pretrain_seconds`. Return the part of the plan that go.json stores, and the whole plan.
 
-    If no plan can be made, the phase is skipped and the preset is trained without a plan (None); without a preset,
-    UsageError is raised. Raises RunError if the planner's verdict is "no", or if the requested length takes longer.
+    If no plan can be made, the phase is skipped and the preset is trained without a plan (None); without a preset, or
+    in own-corpus mode, UsageError is raised. Raises RunError if the planner's verdict is "no", or if the requested
+    length takes longer.
     """
     try:
         full_plan = make_plan(_plan_request(request, pretrain_seconds))
     except UsageError as error:
-        if request.preset is None:
+        if request.preset is None or request.own_corpus:
             raise
         return {**skipped(str(error)), "config": preset_config(request)}, None
     best = full_plan.best

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from deskside.budget.adapters import training_flops_per_token
 from deskside.budget.format_costs import LowFormat, emulated, quantized
 from deskside.budget.host import host_sensitivity
 from deskside.budget.host_memory import HOST_SHARE, checkpoint_bytes, host_memory
 from deskside.budget.memory import Memory, training_memory
-from deskside.budget.shape import flops_per_token
 from deskside.budget.speed import Rates, step_seconds
 from deskside.budget.step_spec import Precision, StepOptions, StepSpec
 from deskside.config import recipes
@@ -118,7 +118,7 @@ class Setting(StepOptions):
     def flops_per_token(self) -> float:
         """FLOPs per token, averaged over the run's tokens."""
         flops = sum(
-            stage.share * stage.tokens * flops_per_token(shape, stage.sequence_length)
+            stage.share * stage.tokens * training_flops_per_token(shape, stage.sequence_length, self.adapter)
             for stage, shape, _ in self.step_specs()
         )
         return flops / self.tokens_per_step

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from deskside.budget.adapters import training_flops_per_token
 from deskside.budget.host import host_seconds, overlapped_seconds
 from deskside.budget.loss import LAW, expected_bpb
 from deskside.budget.memory import RESERVED_BYTES, RESERVED_SHARE, explain_memory
 from deskside.budget.operators import Operator, step_operators
 from deskside.budget.scaling import batch_token_factor
 from deskside.budget.separate_gradients import has_side_stream
-from deskside.budget.shape import flops_per_token, matmul_params
+from deskside.budget.shape import matmul_params
 from deskside.budget.speed import (
     Rates,
     exposed_communication,
@@ -311,7 +312,7 @@ def _mfu(plan: Plan, shown: StepEstimate) -> list[Line]:
 
 def _flops_per_token(shown: StepEstimate) -> list[Line]:
     *_, (stage, shape, spec) = shown.setting.step_specs()
-    value = flops_per_token(shape, spec.sequence_length, traced=True)
+    value = training_flops_per_token(shape, spec.sequence_length, spec.adapter, traced=True)
     if stage.share == 1:
         return explained("FLOPs per token", value, "FLOP")
     mean = leaf("mean over the stages", shown.setting.flops_per_token)

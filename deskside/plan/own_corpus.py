@@ -14,7 +14,8 @@ Up to `MAX_EPOCHS` epochs nothing changes. Beyond:
 - The checkpoint with the lowest validation loss is kept, and evaluations are frequent enough to find it: 20 over the
   run, as the warning of overfitting needs seven.
 
-slowrun also has a dropout of 0.1 and averages weights. They belong here when a study has measured them with ours.
+slowrun also has a dropout of 0.1 (`dropout`) and averages weights (`average.name`). They belong here when a study has
+measured them with ours.
 """
 
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from deskside.budget.scaling import decay_for_epochs
 from deskside.config import merge
 from deskside.config.duration import Duration
 from deskside.plan.candidates import Candidate
+from deskside.utils.errors import UsageError
 from deskside.utils.format import count, number
 
 EVALUATIONS = 20
@@ -34,12 +36,37 @@ EVALUATED_TOKENS = 262_144  # by each of them; together about a hundredth of fiv
 def regularisation(
     candidate: Candidate, unique_tokens: int, length: Duration, given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the configuration layer of the mode, without keys that the user has given; {} for few epochs."""
+    """Return the configuration layer of the mode, without keys that the user has given; {} for few epochs.
+
+    given: the user's configuration, of files and of the command line. Raises UsageError if the run cannot keep its best
+    checkpoint.
+    """
     if candidate.tokens[1] <= MAX_EPOCHS * unique_tokens:
         return {}
-    every = Duration(max(1, round(length.value / (EVALUATIONS + 1))), length.unit)
-    evaluate = {"evaluate": {"every": str(every), "tokens": EVALUATED_TOKENS}}
-    return _with_given({**_choices(candidate), **evaluate}, given)
+    mode = _choices(candidate)
+    if given.get("evaluate", {}).get("every", "not given") is not None:  # None: no evaluations during the run
+        every = Duration(max(1, round(length.value / (EVALUATIONS + 1))), length.unit)
+        mode["evaluate"] = {"every": str(every), "tokens": EVALUATED_TOKENS}
+    layer = {
+        part: {key: value for key, value in values.items() if key not in given.get(part, {})}
+        for part, values in mode.items()
+    }
+    if layer["checkpoint"]:
+        _check_keeps_best(candidate, layer)
+    return {part: values for part, values in layer.items() if values}
+
+
+def _check_keeps_best(candidate: Candidate, layer: Mapping[str, Any]) -> None:
+    """Raise UsageError, with the option that asked for it, if the run cannot keep its best checkpoint."""
+    try:
+        merge.build([*candidate.shape.layers, layer])
+    except UsageError as error:
+        key, _, problem = str(error).partition(": ")
+        if key != "checkpoint.keep_best":
+            raise
+        raise UsageError(
+            f"--own-corpus: sets checkpoint.keep_best: {problem}, or add --checkpoint.keep_best false"
+        ) from None
 
 
 def _choices(candidate: Candidate) -> dict[str, Any]:
@@ -53,10 +80,6 @@ def _choices(candidate: Candidate) -> dict[str, Any]:
     return layer
 
 
-def _with_given(layer: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    return dict(merge.merge([layer, {part: values for part, values in given.items() if part in layer}])[0])
-
-
 def sentence(candidate: Candidate, unique_tokens: int, given: Mapping[str, Any]) -> str:
     """Return what the run has of the mode's choices and of the user's (`given`), and why, in one sentence."""
     epochs = candidate.tokens[1] / unique_tokens
@@ -67,13 +90,21 @@ def sentence(candidate: Candidate, unique_tokens: int, given: Mapping[str, Any])
         size += "they are likely to overfit and were not measured"
     if epochs <= MAX_EPOCHS:
         return f"{read} by a model with {size}; up to {MAX_EPOCHS} times needs no regularisation"
-    chosen = _with_given(_choices(candidate), given)
+    chosen, config = _choices(candidate), candidate.shape.config
+
+    def value(part: str, key: str) -> Any:
+        """Return the user's value of a key, which the configuration has validated, or the mode's."""
+        is_given = key in given.get(part, {})
+        return getattr(getattr(config, part), key) if is_given else chosen.get(part, {}).get(key)
+
     measures = []
-    if (start := chosen.get("optim", {}).get("weight_decay_epochs")) is not None:
-        measures.append(f"weight decay is {decay_for_epochs(epochs, float(start)):.1f} times the usual one")
-    if chosen["data"]["packing"] == "shuffled":
+    if (start := value("optim", "weight_decay_epochs")) is not None:
+        measures.append(f"weight decay is {decay_for_epochs(epochs, start):.1f} times the usual one")
+    if dropout := config.dropout:
+        measures.append(f"a share of {number(dropout)} of the values is dropped")
+    if value("data", "packing") == "shuffled":
         measures.append("documents are shuffled anew each time")
-    if chosen["checkpoint"]["keep_best"]:
+    if value("checkpoint", "keep_best"):
         measures.append("the best checkpoint is kept")
     return (
         f"{read} by a model with {size}; {', '.join(measures) or 'your options turn off its regularisation'}"

@@ -249,7 +249,7 @@ def _batch_note(request: PlanRequest, chosen: Band) -> str | None:
 def _repetition_notes(request: PlanRequest, chosen: Band) -> list[str]:
     """Return a note if the run takes more than MAX_EPOCHS epochs, or on the choices of own-corpus mode."""
     if request.own_corpus and request.unique_tokens is not None:
-        return [own_corpus.sentence(chosen.candidate, request.unique_tokens, request.overrides)]
+        return [own_corpus.sentence(chosen.candidate, request.unique_tokens, request.user_options)]
     epochs = chosen.candidate.tokens[1] / (request.unique_tokens or math.inf)
     if epochs <= MAX_EPOCHS:
         return []

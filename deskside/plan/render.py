@@ -28,7 +28,7 @@ def show(plan: Plan, details: bool) -> None:
         _show_reasons(printer, plan)
     elif chosen and (request := plan.request).own_corpus and plan.best and request.unique_tokens is not None:
         printer.text()
-        printer.text(own_corpus.sentence(plan.best.candidate, request.unique_tokens, request.overrides))
+        printer.text(own_corpus.sentence(plan.best.candidate, request.unique_tokens, request.user_options))
     if plan.findings:
         printer.text()
         _show_claims(printer, plan.findings)

@@ -133,11 +133,13 @@ class CandidateModel:
 class GivenModel(CandidateModel):
     """The model that the user asks about. label: its name for messages; explicit: the dotted keys set by a layer.
 
-    is_trained: `preset` is a run, directory or hub model, which `deskside train` takes as --init.
+    file_layers: those of `layers` that come from files of the user. is_trained: `preset` is a run, directory or hub
+    model, which `deskside train` takes as --init.
     """
 
     label: str
     explicit: frozenset[str]
+    file_layers: tuple[dict[str, Any], ...] = ()
     is_trained: bool = False
 
 
@@ -176,6 +178,12 @@ class PlanRequest:
     def readers(self) -> int:
         """The number of GPUs that read different rows; those that share rows (`parallel.context`) count once."""
         return self.gpus // self.context
+
+    @property
+    def user_options(self) -> dict[str, Any]:
+        """Configuration set by the user, in a file or by `overrides`."""
+        files = () if self.given is None else self.given.file_layers
+        return merge.merge([*files, self.overrides])[0]
 
     @property
     def sequence(self) -> int:
@@ -428,9 +436,10 @@ def _measured_elsewhere(store: probe_store.Store, gpu: Gpu) -> tuple[list[probe_
 
 def _given(q: PlanQuestion, overrides: Mapping[str, Any], shape: ModelConfig | None) -> GivenModel | None:
     """Return the model set by --preset, --init, --depth or --params; None in an open search."""
+    files: list[dict[str, Any]] = []
     if q.preset is not None:
         preset = label = q.preset
-        layers = presets.layers(preset)
+        layers, files = presets.layers(preset), presets.file_layers(preset)
     elif q.init is not None:
         assert shape is not None
         preset = label = q.init
@@ -457,7 +466,7 @@ def _given(q: PlanQuestion, overrides: Mapping[str, Any], shape: ModelConfig | N
             raise UsageError(STAGES_SET_LENGTH)
         layers = [*layers, sequence_length_layer(q.sequence, config, explicit)]
         config = merge.build(layers)
-    return GivenModel(preset, tuple(layers), config, label, explicit, is_trained=q.init is not None)
+    return GivenModel(preset, tuple(layers), config, label, explicit, tuple(files), q.init is not None)
 
 
 def sequence_length_layer(

@@ -6,7 +6,7 @@ Every section has the source of its numbers: `measured` on this card, `reported`
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from deskside.budget.loss import LAW
 from deskside.budget.shape import active_params
 from deskside.config import merge, presets
 from deskside.config.duration import Duration
+from deskside.config.gpu_batch import build_on_gpus
+from deskside.config.run import RunConfig
 from deskside.plan import own_corpus
 from deskside.plan.bands import BandName
 from deskside.plan.candidates import Candidate, precision
@@ -131,39 +133,50 @@ def executable(request: PlanRequest, candidate: Candidate) -> tuple[dict[str, An
     planned.setdefault("schedule", {})["length"] = length
     if request.own_corpus and request.unique_tokens is not None:
         regularised = own_corpus.regularisation(
-            candidate, request.unique_tokens, Duration.parse(length), request.overrides
+            candidate, request.unique_tokens, Duration.parse(length), request.user_options
         )
         planned = dict(merge.merge([planned, regularised])[0])
     # The candidate may fit only in a different precision from the requested one.
     if candidate.setting.precision != precision(request) or request.precision is not None:
         planned.setdefault("precision", {})["name"] = candidate.setting.precision
-    positions = candidate.setting.model.max_position_embeddings
-    built = merge.build([*candidate.shape.layers, planned])
+    built, dropped = merge.build_and_dropped([*candidate.shape.layers, planned])
     config = built.model_dump(mode="json", exclude_unset=True)
     if built.align is not None:
         arguments = _fine_tuning_arguments(config)
     else:
-        explicit: dict[str, Any] = {}
-        for layer in (request.overrides, planned):
-            explicit = merge.merge([explicit, layer])[0]
-        is_trained = request.given is not None and request.given.is_trained
-        if is_trained:
-            own_positions = candidate.shape.layers[0]["model"]["max_position_embeddings"]
-        else:
-            preset = merge.build(presets.layers(candidate.shape.preset))
-            own_positions = preset.model.max_position_embeddings
-        if positions != own_positions:
-            explicit.setdefault("model", {})["max_position_embeddings"] = positions
-        explicit_options = _command_options(explicit)
-        arguments = ["train", *(["--init"] if is_trained else []), candidate.shape.preset]
-        if built.adapter is not None and not is_trained:  # adapters need weights to start from
-            arguments += ["--init", "MODEL"]
-        if "--data.path" not in explicit_options:
-            arguments += ["--data.path", "DIR"]
-        arguments += explicit_options
+        arguments = _training_arguments(request, candidate, planned, built, dropped)
     if request.gpus > 1:
         arguments += ["--gpus", str(request.gpus)]
     return config, shlex.join(["deskside", *arguments])
+
+
+def _training_arguments(
+    request: PlanRequest,
+    candidate: Candidate,
+    planned: Mapping[str, Any],
+    built: RunConfig,
+    dropped: Sequence[merge.KeyPath],
+) -> list[str]:
+    """Return the arguments of `deskside train`, after checking that it accepts them and would run `built`.
+
+    planned: the planner's choices; dropped: options of the user that these leave without effect. All of them would be
+    options of one command, in which an option without effect is an error.
+    """
+    shape = candidate.shape
+    is_trained = request.given is not None and request.given.is_trained
+    below = list(shape.layers[:2]) if is_trained else presets.layers(shape.preset)  # without options
+    explicit = merge.merge([*shape.layers[len(below) :], planned])[0]
+    for path in dropped:
+        merge.delete(explicit, path)
+    accepted = build_on_gpus([*below, explicit], request.gpus)
+    if accepted.model_dump() != built.model_dump():
+        raise AssertionError(f"the command of {shape.preset} would not carry out its plan: {explicit}")
+    arguments = ["train", *(["--init"] if is_trained else []), shape.preset]
+    if built.adapter is not None and not is_trained:  # adapters need weights to start from
+        arguments += ["--init", "MODEL"]
+    if "path" not in explicit.get("data", {}):
+        arguments += ["--data.path", "DIR"]
+    return arguments + _command_options(explicit)
 
 
 def _fine_tuning_arguments(config: Mapping[str, Any]) -> list[str]:

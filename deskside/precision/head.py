@@ -22,6 +22,7 @@ from deskside.config.recipes import Operand
 from deskside.kernels import cross_entropy, fused
 from deskside.kernels.cross_entropy import (
     FutureTargets,
+    LossOptions,
     linear_cross_entropy,
     loss_kernels,
     part_of,
@@ -59,34 +60,23 @@ class QuantizedHead:
         hidden_ND: Tensor,
         weight_VD: Tensor,
         targets_N: Tensor,
-        *,
-        softcap: float | None = None,
-        z_loss: float = 0.0,
-        chunk_tokens: int,
+        options: LossOptions,
     ) -> Tensor:
         """Compute `linear_cross_entropy` in FP8, or in the dtype of `hidden_ND` if gradients are disabled."""
         if not torch.is_grad_enabled():
-            return linear_cross_entropy(
-                hidden_ND, weight_VD, targets_N, softcap=softcap, z_loss=z_loss, chunk_tokens=chunk_tokens
-            )
-        loss, _ = _Loss.apply(self, hidden_ND, weight_VD, targets_N, (softcap, z_loss), chunk_tokens, None)
-        assert isinstance(loss, Tensor)
-        return loss
+            return linear_cross_entropy(hidden_ND, weight_VD, targets_N, options)
+        return self.multi_token(hidden_ND, weight_VD, targets_N, None, options)[0]
 
     def multi_token(
         self,
         hidden_ND: Tensor,
         weight_VD: Tensor,
         targets_N: Tensor,
-        future: FutureTargets,
-        *,
-        softcap: float | None = None,
-        z_loss: float = 0.0,
-        chunk_tokens: int,
+        future: FutureTargets | None,
+        options: LossOptions,
     ) -> tuple[Tensor, Tensor]:
         """Compute `multi_token_cross_entropy` in FP8."""
-        terms = (softcap, z_loss)
-        total, next_token = _Loss.apply(self, hidden_ND, weight_VD, targets_N, terms, chunk_tokens, future)
+        total, next_token = _Loss.apply(self, hidden_ND, weight_VD, targets_N, options, future)
         return total, next_token
 
 
@@ -98,8 +88,7 @@ class _Loss(torch.autograd.Function):
         hidden_ND: Tensor,
         weight_VD: Tensor,
         targets_N: Tensor,
-        terms: tuple[float | None, float],
-        chunk_tokens: int,
+        options: LossOptions,
         future: FutureTargets | None,
     ) -> tuple[Tensor, Tensor]:
         native, device = plan.native, hidden_ND.device
@@ -109,7 +98,7 @@ class _Loss(torch.autograd.Function):
         d_weight: Tensor | None = None
         losses: list[Tensor] = []
         kernels = loss_kernels(hidden_ND) if fused.writes_fp8(device) else cross_entropy
-        tokens, grad_scale = len(hidden_ND), plan.inverse(device)
+        tokens, chunk_tokens, grad_scale = len(hidden_ND), options.chunk_tokens, plan.inverse(device)
         for first in range(0, tokens, CHUNKS * chunk_tokens):
             last = min(first + CHUNKS * chunk_tokens, tokens)
             grads_VN: Tensor | None = None  # of all chunks, N = last - first
@@ -118,7 +107,7 @@ class _Loss(torch.autograd.Function):
                 rows = QuantizedOperand(hidden.rows[part], inverse)
                 logits = product("output", rows, weight_rows, hidden_ND.dtype, native)
                 chunk_losses, grads_NV = kernels.chunk_loss_and_fp8_grad(
-                    logits, targets_N[part], *terms, GRADIENT_SCALE, part_of(future, part)
+                    logits, targets_N[part], options, GRADIENT_SCALE, part_of(future, part)
                 )
                 losses.append(chunk_losses)
                 del logits
@@ -145,4 +134,4 @@ class _Loss(torch.autograd.Function):
         d_hidden, d_weight = ctx.saved_tensors
         grad, _ = grad_outputs
         d_weight = multiply_by_scalar(d_weight, grad).to(ctx.weight_dtype)
-        return None, multiply_by_scalar(d_hidden, grad), d_weight, None, None, None, None
+        return None, multiply_by_scalar(d_hidden, grad), d_weight, None, None, None

@@ -15,6 +15,7 @@ from deskside.config.recipes import Recipe, expert_recipe, recipe_named
 from deskside.config.sections import PrecisionConfig
 from deskside.kernels import moe
 from deskside.kernels.compile_ahead import compile_ahead
+from deskside.kernels.cross_entropy import LossOptions
 from deskside.kernels.functional import create_cuda_context_for_autograd, gradients
 from deskside.kernels.moe import reference
 from deskside.ops.linear import Embedding, Linear
@@ -223,7 +224,7 @@ def _check_head(device: torch.device, native: bool) -> CheckResult:
     head = QuantizedHead(Shared(Draws(0), DelayedScales(1), native, cache=False), native)
 
     def run() -> tuple[Tensor, ...]:
-        loss = head(hidden, weight, targets, chunk_tokens=ROWS // 2)
+        loss = head(hidden, weight, targets, LossOptions(chunk_tokens=ROWS // 2))
         return loss, *torch.autograd.grad(loss, (hidden, weight))
 
     return replace(_compare(run, expected, HEAD_TOLERANCE), native=native)

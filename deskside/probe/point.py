@@ -15,12 +15,14 @@ from typing import Any, cast
 import torch
 
 import deskside
+from deskside.budget.adapters import training_flops_per_token
 from deskside.budget.format_costs import LowFormat
 from deskside.budget.scaling import scales
-from deskside.budget.shape import flops_per_token, num_params
+from deskside.budget.shape import num_params
 from deskside.config import merge
 from deskside.config.gpu_batch import rows_each
 from deskside.config.run import RunConfig
+from deskside.config.step_options import adapter_spec
 from deskside.data.reading.loader import Batch
 from deskside.kernels.matmul_peak import measure_matmul_peak
 from deskside.optim.build import build
@@ -173,7 +175,7 @@ def measure_point(spec: dict[str, Any]) -> dict[str, Any]:
     launch_seconds = timer.launch_seconds() if device.type == "cuda" else None
     step = statistics.median(seconds)
     speed = config.batch.tokens / step
-    flops = flops_per_token(config.model, config.batch.sequence_length)
+    flops = training_flops_per_token(config.model, config.batch.sequence_length, adapter_spec(config))
     memory = memory_peaks(device)
     watts = [float(s["watts"]) for s in sensor_readings if s["watts"] is not None]
     return {

@@ -100,7 +100,7 @@ class Sweep:
     again: bool = False
     point_target: str = MEASURE_POINT
     card_target: str = MEASURE_CARD
-    run: Callable[..., child_process.Outcome] = child_process.run
+    run: Callable[..., child_process.ProcessOutcome] = child_process.run
     clock: Callable[[], float] = time.monotonic
 
     def measure(self, points: Sequence[Point]) -> SweepResult:

@@ -12,7 +12,7 @@ Kind = Literal["within", "better", "worse", "no interval", "not comparable"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """How the mean of new runs compares with a record.
+    """The result of comparing the mean of new runs with a record.
 
     low, high: the interval in which the mean of as many new runs lies with 95 %; None if it is not known. `kind` is "no
     interval" if the record has one seed, and "not comparable" if the card is another.

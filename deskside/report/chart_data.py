@@ -122,6 +122,16 @@ def log_ticks(axis_range: Range) -> list[float]:
     return shown[:: math.ceil(len(shown) / 8) or 1]
 
 
+def symmetric_log_ticks(threshold: float, end: float) -> list[float]:
+    """Return ticks of an axis from -end to end that is linear up to the threshold: 0 and at most two powers of ten
+    on each side, so that their labels do not meet."""
+    powers = range(math.ceil(math.log10(threshold)), math.floor(math.log10(end)) + 1)
+    ticks = [10.0**power for power in sorted({powers[0], powers[-1]} if powers else ())] or [
+        float(f"{end / 1.5:.0e}")
+    ]
+    return [*(-tick for tick in reversed(ticks)), 0.0, *ticks]
+
+
 def difference_half_range(means: Sequence[float], ends: Sequence[float]) -> float:
     """Return how far an axis of relative differences extends to each side of zero.
 
@@ -282,7 +292,8 @@ def forest_chart(
                 comparison.relative, comparison.relative_low, comparison.relative_high, comparison.n
             )
             interval = to_interval(estimate, (-half_range, half_range), scale=100)
-            text = percent(comparison.relative, digits, signed=True)
+            own_digits = percent_digits(comparison.relative) if outlier else digits
+            text = percent(comparison.relative, own_digits, signed=True)
             rows.append(ChartRow(arm, interval, text, emulated, kind=_kind(comparison), heading=heading))
     axis = Axis(f"difference in {metric.label} (%)", (-half_range, half_range), better=metric.better)
     return RowChart(metric, axis, rows, len(compared), linear_threshold=2 * typical if outlier else None)

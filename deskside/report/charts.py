@@ -11,7 +11,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.patheffects import withStroke
-from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter, StrMethodFormatter
+from matplotlib.ticker import (
+    EngFormatter,
+    FuncFormatter,
+    LogLocator,
+    NullFormatter,
+    NullLocator,
+    StrMethodFormatter,
+)
 
 from deskside.report.canvas import HATCH, STRONGEST, Plot, new_figure, one_line, row_inches, wrapped
 from deskside.report.chart_data import (
@@ -26,6 +33,7 @@ from deskside.report.chart_data import (
     front_axes,
     most_different,
     scatter_chart,
+    symmetric_log_ticks,
 )
 from deskside.report.colors import BETTER, GREY, INK, PALE, PAPER, WORSE
 from deskside.report.study_text import reason_missing, seed_range, seeds_text, short_labels
@@ -122,9 +130,12 @@ def draw_forest(results: Results, arms: Sequence[Arm], key: str) -> Plot | str:
     ]
     num_rows = len(data.rows) + len({row.heading for row in data.rows} - {""})
     title = f"{metric.label.capitalize()} against the baseline"
-    figure, axes = new_figure(title, 1.05 + row_inches(names) * max(num_rows, 2))
+    headings = {row.heading: wrapped(row.heading, columns=60, max_lines=2) for row in data.rows}
+    figure, axes = new_figure(title, 1.05 + row_inches([*names, *headings.values()]) * max(num_rows, 2))
     if data.linear_threshold is not None:
         axes.set_xscale("symlog", linthresh=data.linear_threshold, linscale=1.0)
+        axes.set_xticks(symmetric_log_ticks(data.linear_threshold, data.axis.range[1]))
+        axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:+g}" if abs(x) > 1e-9 else "0"))
     axes.set_xlim(*data.axis.range)
     ys, y, heading = [], 0, ""
@@ -132,7 +143,7 @@ def draw_forest(results: Results, arms: Sequence[Arm], key: str) -> Plot | str:
         if row.heading != heading:
             heading = row.heading
             # It begins at the left edge of the figure, above the names of the arms.
-            axes.annotate(one_line(heading, 52), (0.02, y), xycoords=(figure.transFigure, axes.transData),
+            axes.annotate(headings[heading], (0.02, y), xycoords=(figure.transFigure, axes.transData),
                           fontsize=10, fontweight="bold", va="center", annotation_clip=False,
                           bbox={"facecolor": PAPER, "edgecolor": "none", "pad": 1})  # fmt: skip
             y += 1

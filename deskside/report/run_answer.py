@@ -8,6 +8,8 @@ from deskside.run.record import RunRecord, machine_name, mapping, number, text
 from deskside.utils.format import count, elapsed
 from deskside.utils.format import number as number_text
 
+CLOCKS = {"wall": "by the wall clock", "training": "of training steps alone"}  # those of `schedule.clock`
+
 
 def parameters(record: RunRecord) -> float | None:
     """Return the number of parameters of the model, or None if it is not known."""
@@ -65,8 +67,8 @@ def _objective_result(record: RunRecord) -> str | None:
         final, initial = number(record.summary.get(key)), number(before.get(key))
         if final is None:
             return None
-        earlier = "" if initial is None else f", {initial:{number_format}} before the first step"
-        return f"{template.format(format(final, number_format))}{earlier} (measured, {better} is better)."
+        earlier = "" if initial is None else f", {shown(initial, number_format)} before the first step"
+        return f"{template.format(shown(final, number_format))}{earlier} (measured, {better} is better)."
 
     if objective(record) == "sft" and number(before.get("val_loss")) is not None:
         return result("val_loss", ".3f", "{} nats per assistant token of held-out conversations", "lower")
@@ -75,6 +77,11 @@ def _objective_result(record: RunRecord) -> str | None:
     return result(
         "val_accuracy", ".1%", "{} of held-out preference pairs ranked correctly", "higher"
     ) or result("val_reward", ".3f", "Mean reward {} on held-out questions", "higher")
+
+
+def shown(value: float, number_format: str) -> str:
+    """Return a formatted number; a percentage with a space before its sign, as everywhere in a report."""
+    return f"{value:{number_format}}".replace("%", " %")
 
 
 def _pretraining_result(record: RunRecord) -> str:
@@ -105,7 +112,9 @@ def _pretraining_result(record: RunRecord) -> str:
 def opening(record: RunRecord) -> list[Block]:
     """Return the key numbers of a run, its state and start, and what is missing from its report."""
     status = text(record.summary.get("status")) or "not finished"
-    facts = [status, text(record.run.get("created")), recipe_used(record.plan)]
+    created = text(record.run.get("created"))
+    started = f"started {created[:16].replace('T', ' ')} UTC" if created else ""
+    facts = [status, started, recipe_used(record.plan)]
     numbers = [*_quality(record), *_size_and_time(record), *_speed_and_memory(record), *_energy(record)]
     blocks: list[Block] = [KeyNumbers(numbers)] if numbers else []
     blocks.append(" \u00b7 ".join(fact for fact in facts if fact))
@@ -131,8 +140,8 @@ def _quality(record: RunRecord) -> list[KeyNumber]:
     for key, label, number_format in found:
         value, earlier = number(summary.get(key)), number(before.get(key))
         if value is not None:
-            note = "" if earlier is None else f"{earlier:{number_format}} before training"
-            numbers.append(KeyNumber(label, f"{value:{number_format}}", note))
+            note = "" if earlier is None else f"{shown(earlier, number_format)} before training"
+            numbers.append(KeyNumber(label, shown(value, number_format), note))
     return numbers
 
 
@@ -146,7 +155,7 @@ def _size_and_time(record: RunRecord) -> list[KeyNumber]:
             KeyNumber("tokens", count(tokens), "" if steps is None else f"in {count(steps)} steps")
         )
     if seconds is not None:
-        numbers.append(KeyNumber("time", elapsed(seconds), clock))
+        numbers.append(KeyNumber("time", elapsed(seconds), CLOCKS.get(clock, clock)))
     return numbers
 
 
@@ -173,4 +182,6 @@ def _energy(record: RunRecord) -> list[KeyNumber]:
     cost = energy.kilowatt_hours * price.usd
     amount = f"${cost:,.2f}" if cost >= 0.1 else f"{100 * cost:.2g} cents"
     note = f"one GPU; {amount} at ${price.usd:g} per kWh"
-    return [KeyNumber("energy", f"{number_text(energy.kilowatt_hours)} kWh", note)]
+    hours = energy.kilowatt_hours
+    size = f"{number_text(hours)} kWh" if hours >= 1 else f"{number_text(1000 * hours)} Wh"
+    return [KeyNumber("energy", size, note)]

@@ -44,26 +44,26 @@ def draw(record: RunRecord, folder: Path) -> tuple[list[Image], list[str]]:
     for chart in CHARTS:
         if chart.key not in logged:
             if not chart.objective and not (chart.key == "val_bpb" and has_objective):
-                missing.append(f"No chart of {chart.title.lower()}: it was not logged.")
+                missing.append(f"No chart of {chart.title[0].lower()}{chart.title[1:]}: it was not logged.")
             continue
         figure, axes = new_figure(chart.title, HEIGHT)
         axes.set_ylabel(loss_unit(record) if chart.key == "loss" else chart.unit, fontsize=10.5)
         caption = (_draw_evaluations if chart.rare else _draw_metric)(record, axes, chart)
-        _label_axes(axes, record)
+        _label_axes(axes, record, "lower left" if chart.key == "val_bpb" else "best")
         path = folder / f"{FILE_NAMES.get(chart.key, chart.key)}.svg"
         save(figure, path)
         images.append(Image(path, chart.title, caption))
     return images, missing
 
 
-def _label_axes(axes: Axes, record: RunRecord) -> None:
+def _label_axes(axes: Axes, record: RunRecord, legend_place: str) -> None:
     axes.set_xlabel("training tokens", fontsize=10.5)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     end = number(record.summary.get("tokens"))
     last_tokens = [*record.series("step")[0], *([end] if end is not None else [])]
     axes.set_xlim(0, max(last_tokens, default=0) * 1.02 or 1)  # one range for all plots of a run
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize=10.5)
+        axes.legend(loc=legend_place, frameon=True, framealpha=0.9, edgecolor="none", fontsize=10.5)
 
 
 def _draw_line(axes: Axes, x: list[float], y: list[float]) -> None:
@@ -94,7 +94,7 @@ def _draw_metric(record: RunRecord, axes: Axes, chart: RunChart) -> str:
     if chart.from_zero:
         axes.set_ylim(0, max(y) * 1.15 or 1)
     if chart.key == "lr":
-        axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     if chart.key == "grad_norm" and min(y) > 0 and max(y) > LOG_RATIO * statistics.median(y):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
@@ -117,9 +117,11 @@ def _draw_evaluations(record: RunRecord, axes: Axes, chart: RunChart) -> str:
                   markerfacecolor=PAPER, markeredgewidth=1.6)  # fmt: skip
         x, y = [*x, final[0]], [*y, final[1]]
     drawn_baselines = _draw_baselines(record, axes, 1.25 * max(y)) if chart.key == "val_bpb" else []
-    axes.margins(y=0.1)
+    axes.margins(y=0.2)
+    # On the side of the last point from which the curve does not come.
+    offset = (-2, -15) if y[-1] < y[0] else (-2, 9)
     axes.annotate(
-        f"{y[-1]:.3f}", (x[-1], y[-1]), xytext=(-2, 9), textcoords="offset points", ha="right", fontsize=10.5
+        f"{y[-1]:.3f}", (x[-1], y[-1]), xytext=offset, textcoords="offset points", ha="right", fontsize=10.5
     )
     baselines = f", beside {' and '.join(drawn_baselines)} on the same text" if drawn_baselines else ""
     return f"{'Lower' if chart.key == 'val_bpb' else 'Higher'} is better{baselines}."
@@ -131,7 +133,11 @@ def _draw_baselines(record: RunRecord, axes: Axes, highest: float) -> list[str]:
     for key, name, dashes in (("gzip_bpb", "gzip", (0, (6, 3))), ("unigram_bpb", "unigram", (0, (1, 2)))):
         bpb = number(record.summary.get(key))
         if bpb is not None and bpb <= highest:  # a higher line would flatten the curve
-            axes.axhline(bpb, color=INK, linewidth=1.1, linestyle=dashes, label=f"{name} {bpb:.3f}")
+            axes.axhline(bpb, color=INK, linewidth=1.1, linestyle=dashes)
+            axes.annotate(
+                f"{name} {bpb:.3f}", (0.99, bpb), xycoords=axes.get_yaxis_transform(), xytext=(0, 4),
+                textcoords="offset points", ha="right", fontsize=10.5,
+            )  # fmt: skip
             drawn.append(name)
     return drawn
 

@@ -52,8 +52,9 @@ def plan_blocks(record: RunRecord) -> list[Block]:
         return ["There is no plan to compare with."]
     blocks = _prediction_blocks(record)
     if length := text(plan.get("length")):
-        clock = f"; clock: {value_text(plan['clock'])}" if plan.get("clock") else ""
-        blocks.append(f"Planned length: {length}{clock}.")
+        clock = f", by the {value_text(plan['clock'])} clock" if plan.get("clock") else ""
+        again = "Planned again from the first steps of training; length" if blocks else "Planned length"
+        blocks.append(f"{again}: {length}{clock}.")
     blocks.append(_comparison_table(record))
     if revisions := objects(plan.get("revisions")):
         blocks.append(Details(f"All revisions of the plan ({len(revisions)})", [_revision_table(revisions)]))

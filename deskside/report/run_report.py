@@ -18,12 +18,14 @@ from deskside.report.document import (
     Section,
     Table,
 )
-from deskside.report.run_answer import loss_unit, opening, parameters, trained, verdict
+from deskside.report.run_answer import loss_unit, objective, opening, parameters, trained, verdict
 from deskside.report.run_plan import plan_blocks, provenance_rows, recipe_used
 from deskside.run.record import RunRecord, flatten, mapping, number, objects, text
-from deskside.utils.format import UNKNOWN, count, elapsed, plural, value_text
+from deskside.utils.console import command_lines
+from deskside.utils.format import UNKNOWN, count, elapsed, percent, plural, value_text
 
 MAX_EVENTS = 20
+COMMAND_COLUMNS = 100
 # Of a long log, only the last lines with one of these parts are shown at first.
 NOTABLE_EVENTS = (
     "skip",
@@ -154,7 +156,7 @@ def _long_context(record: RunRecord) -> list[Block]:
     for cell in cells:
         accuracy = number(cell.get("accuracy"))
         row = by_row.setdefault((text(cell.get("task")), number(cell.get("length"))), {})
-        row[number(cell.get("depth"))] = UNKNOWN if accuracy is None else f"{accuracy:.0%}"
+        row[number(cell.get("depth"))] = UNKNOWN if accuracy is None else percent(accuracy, 0)
     rows = [
         (task, count(length), *(row.get(depth, "") for depth in (None, *depths)))
         for (task, length), row in by_row.items()
@@ -162,7 +164,9 @@ def _long_context(record: RunRecord) -> list[Block]:
     return [
         "Long-context tasks: share of the expected words in the answers, at each depth or for the whole text, at step "
         f"{count(number(record.long_context.get('step')))} (measured).",
-        Table(("task", "tokens", "whole text", *(f"depth {depth:.0%}" for depth in depths)), rows),
+        Table(
+            ("task", "tokens", "whole text", *(f"depth {percent(depth or 0, 0)}" for depth in depths)), rows
+        ),
     ]
 
 
@@ -174,7 +178,8 @@ def _samples(record: RunRecord) -> list[Block]:
     for sample in samples:
         if language := text(sample.get("language")):
             blocks.append(f"{language}:")
-        blocks.append(Sample(text(sample.get("prompt")), text(sample.get("text"))))
+        between = "\n" if objective(record) else ""  # an answer is not the rest of the question's line
+        blocks.append(Sample(text(sample.get("prompt")) + between, text(sample.get("text"))))
         others = [(name, text(sample.get(name))) for name in ("before", "reference")]
         if answers := [f"{name}: {answer}" for name, answer in others if answer]:
             blocks.append(
@@ -233,7 +238,8 @@ def _command(record: RunRecord) -> list[Block]:
     command = record.run.get("command", record.run.get("command_line"))
     if isinstance(command, list):
         command = shlex.join(str(word) for word in command)
-    return [CodeBlock(text(command))] if text(command) else []
+    lines = command_lines(text(command), COMMAND_COLUMNS, indent=0)
+    return [CodeBlock("\n".join(lines))] if text(command) else []
 
 
 def _default_options(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,12 +1,16 @@
 """The report of a search: the answer, the best so far by time, every trial, and how it was searched."""
 
+import re
 import shlex
 from pathlib import Path
 
-from matplotlib.ticker import StrMethodFormatter
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, NullFormatter, StrMethodFormatter
 
 from deskside.report.canvas import new_figure
-from deskside.report.colors import BLUE, GREY
+from deskside.report.chart_data import log_ticks
+from deskside.report.colors import BLUE, GREY, ORANGE
 from deskside.report.document import (
     Block,
     CodeBlock,
@@ -18,51 +22,82 @@ from deskside.report.document import (
     Section,
     Table,
 )
+from deskside.report.search_chart_data import (
+    ABOUT_IMPORTANCE,
+    LOSS_TITLE,
+    X_TITLES,
+    Slice,
+    best_so_far,
+    finished,
+    importances,
+    slices,
+)
 from deskside.report.svg import save
-from deskside.study.search.outcome import Outcome, SearchTrial
+from deskside.study.search.outcome import Outcome, SearchTrial, settings_text, trial_status_text
 from deskside.study.search.search_folder import WINNER
-from deskside.study.search.search_queue import settings_text
 from deskside.study.search.suggestions import FILE, REDUCTION_FACTOR, RUNGS
-from deskside.utils.format import elapsed, percent, plural
+from deskside.utils.format import elapsed, percent, plural, tick_text
 
 HEIGHT = 2.9  # inches
 MAX_SHOWN = 15  # trials; all of them are folded
 
 
-def draw(outcome: Outcome, folder: Path) -> list[Image]:
-    """Draw the best so far by time as an SVG file in `folder`; no image if no trial finished. Raises OSError."""
-    if not outcome.best_so_far:
-        return []
-    ended = [(t.elapsed / 60, t.loss) for t in outcome.trials if t.loss is not None and t.elapsed is not None]
+def draw(outcome: Outcome, folder: Path) -> tuple[list[Image], list[Image]]:
+    """Draw the best so far, and the losses by each setting, as SVG files in `folder`; none if no trial finished.
+
+    Raises OSError.
+    """
+    data = best_so_far(outcome, "hours")
+    if not data.points:
+        return [], []
     figure, axes = new_figure("Best so far", HEIGHT)
-    minutes, losses = zip(*ended, strict=True)
-    axes.plot(minutes, losses, "o", color=GREY, label="trial")
-    best_minutes = [seconds / 60 for seconds, _ in outcome.best_so_far] + [max(minutes)]
-    best = [loss for _, loss in outcome.best_so_far]
-    axes.step(best_minutes, [*best, best[-1]], where="post", color=BLUE, label="best so far")
-    axes.set_xlabel("minutes of the search", fontsize=10.5)
-    axes.set_ylabel("bits per byte", fontsize=10.5)
-    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.3f}"))
+    hours, losses = zip(*data.points, strict=True)
+    axes.plot(hours, losses, "o", color=GREY, label="trial")
+    axes.step(hours, [best for _, best in data.best], where="post", color=BLUE, label="best so far")
     axes.legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize=10.5)
-    path = folder / "best_so_far.svg"
+    about = "Trials that finished, at the time when they ended. All values are measured."
+    best = _saved(figure, axes, X_TITLES["hours"], folder / "best_so_far.svg", "Best so far", about)
+    return [best], [_draw_slice(one, outcome, folder) for one in slices(outcome)]
+
+
+def _draw_slice(data: Slice, outcome: Outcome, folder: Path) -> Image:
+    figure, axes = new_figure(data.key, HEIGHT)
+    axes.plot(data.x, data.losses, "o", color=GREY, label="trial")
+    for number, color, marker, label in ((0, BLUE, "s", "default"), (outcome.winner, ORANGE, "D", "best")):
+        if number in data.numbers:
+            at = data.numbers.index(number)
+            axes.plot(data.x[at], data.losses[at], marker, color=color, label=label, markersize=8)
+    if data.choices:
+        axes.set_xticks(range(len(data.choices)), data.choices)
+        axes.set_xlim(-0.5, len(data.choices) - 0.5)
+    elif data.log:
+        axes.set_xscale("log")
+        axes.set_xticks(log_ticks((min(data.x), max(data.x))))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: tick_text(value)))
+        axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize=10.5)
+    path = folder / f"slice_{re.sub(r'[^a-z0-9]+', '_', data.key.lower())}.svg"
+    about = "Trials that finished; their other settings differ too."
+    return _saved(figure, axes, data.key, path, f"Loss by {data.key}", about)
+
+
+def _saved(figure: Figure, axes: Axes, x_title: str, path: Path, title: str, caption: str) -> Image:
+    axes.set_xlabel(x_title, fontsize=10.5)
+    axes.set_ylabel(LOSS_TITLE, fontsize=10.5)
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.3f}"))
     save(figure, path)
-    return [
-        Image(
-            path,
-            "Best so far",
-            "Trials that finished, at the time when they ended. All values are measured.",
-        )
-    ]
+    return Image(path, title, caption)
 
 
-def compose(outcome: Outcome, folder: Path, images: list[Image]) -> ReportDocument:
-    """Return the report of the search in `folder`."""
-    sections = [Section("What the trials found", [*images, *_trial_blocks(outcome)])]
-    if outcome.importances:
-        shares = sorted(outcome.importances.items(), key=lambda one: -one[1])
+def compose(outcome: Outcome, folder: Path, best: list[Image], by_setting: list[Image]) -> ReportDocument:
+    """Return the report of the search in `folder`. best, by_setting: what `draw` returned."""
+    sections = [Section("What the trials found", [*best, *_trial_blocks(outcome)])]
+    mattered: list[Block] = []
+    if shares := importances(outcome):
         rows = [[key, percent(share, 0)] for key, share in shares]
-        about = "The share of each setting in the spread of the losses of the better trials (PED-ANOVA)."
-        sections.append(Section("What mattered", [about, Table(["setting", "share"], rows)]))
+        mattered = [ABOUT_IMPORTANCE, Table(["setting", "share"], rows)]
+    if mattered or by_setting:
+        sections.append(Section("What mattered", [*mattered, *by_setting]))
     sections.append(Section("How it was searched", _method_blocks(outcome)))
     sections.append(Section("Next commands", [CodeBlock("\n".join(_commands(folder)))]))
     return ReportDocument(f"Search {outcome.name}", outcome.answer, sections, _opening(outcome))
@@ -88,8 +123,7 @@ def _opening(outcome: Outcome) -> list[Block]:
 
 
 def _trial_blocks(outcome: Outcome) -> list[Block]:
-    ended = [one for one in outcome.trials if one.loss is not None]
-    best = sorted(ended, key=lambda one: (one.loss or 0.0, one.number))[:MAX_SHOWN]
+    best = sorted(finished(outcome), key=lambda one: (one.loss or 0.0, one.number))[:MAX_SHOWN]
     blocks: list[Block] = [_table(best)] if best else ["No trial finished."]
     return [*blocks, Details(f"Every trial ({len(outcome.trials)})", [_table(outcome.trials)], printed=True)]
 
@@ -99,7 +133,7 @@ def _table(trials: list[SearchTrial]) -> Table:
         [
             str(one.number),
             "" if one.loss is None else f"{one.loss:.4f}",
-            one.status,
+            trial_status_text(one.status),
             settings_text(one.settings) + (" (default)" if one.number == 0 else ""),
             "" if one.elapsed is None else elapsed(one.elapsed),
             one.reason,
@@ -112,13 +146,13 @@ def _table(trials: list[SearchTrial]) -> Table:
 
 
 def _method_blocks(outcome: Outcome) -> list[Block]:
-    counts = ", ".join(f"{number} {status}" for status, number in outcome.counts().items())
+    counts = ", ".join(f"{number} {trial_status_text(status)}" for status, number in outcome.counts().items())
     how = "TPE (Optuna)" if outcome.sampler == "tpe" else "at random"
     lines: list[Block] = [
         f"Trials were chosen by {how}; {outcome.proxy}. {plural(len(outcome.trials), 'suggestion')}: {counts}. The "
         f"search used {elapsed(outcome.spent_seconds)} of {elapsed(3600 * outcome.hours)}; "
         f"{outcome.devices} ran at once.",
-        "The planner checked every trial before it started. One that might not fit was not run (infeasible).",
+        "The planner checked every trial before it started. One that might not fit was not run.",
     ]
     if outcome.prune:
         lines.append(
@@ -133,6 +167,7 @@ def _method_blocks(outcome: Outcome) -> list[Block]:
 
 
 def _commands(folder: Path) -> list[str]:
+    """Return the commands that a reader may want next."""
     path = shlex.quote(str(folder))
     winner = [f"deskside train {path}/{WINNER}"] if (folder / WINNER).exists() else []
     confirm = [f"deskside report {path}/confirm"] if (folder / "confirm" / "study.json").exists() else []

@@ -87,8 +87,9 @@ def write_search(folder: Path) -> Path:
 
     outcome = read_outcome(folder)
     with _oserror_as_run_error(folder):
-        images = search_report.draw(outcome, folder / "plots")
-        return _write_pages(search_report.compose(outcome, folder, images), folder)
+        best, by_setting = search_report.draw(outcome, folder / "plots")
+        _remove_other_plots(folder / "plots", [*best, *by_setting])
+        return _write_pages(search_report.compose(outcome, folder, best, by_setting), folder)
 
 
 def _remove_other_plots(folder: Path, images: Sequence[Image]) -> None:

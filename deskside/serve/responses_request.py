@@ -19,7 +19,7 @@ from deskside.serve.protocol import (
     convert_request,
 )
 from deskside.serve.sampling_fields import TokenCount
-from deskside.serve.strict_model import StrictModel
+from deskside.serve.strict_model import OnlyFalse, StrictModel
 
 LOGPROBS = "message.output_text.logprobs"
 # Names of fields in errors about the chat completion.
@@ -111,7 +111,7 @@ class ResponsesRefusedFields(StrictModel):
     """Fields that are accepted only with a value that asks for nothing."""
 
     access_programs: None = None
-    background: Literal[False] | None = None
+    background: OnlyFalse | None = None
     context_management: EmptyList = None
     conversation: None = None
     image: None = None

@@ -1,6 +1,20 @@
 """The base of all types of requests."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, WithJsonSchema
+
+
+def _must_be_false(value: bool) -> bool:
+    if value:
+        raise ValueError("must be false")
+    return value
+
+
+# Literal[False] would also accept 0 and 0.0: pydantic compares the values of a Literal, even in strict mode.
+OnlyFalse = Annotated[
+    bool, AfterValidator(_must_be_false), WithJsonSchema({"type": "boolean", "const": False})
+]
 
 
 class StrictModel(BaseModel):

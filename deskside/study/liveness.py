@@ -38,14 +38,15 @@ def is_live(path: Path, now: float, locks: frozenset[int]) -> bool:
         now: Time in seconds since 1970.
         locks: Result of `held_locks`.
     """
-    if _is_held(path, locks):
+    if is_held(path, locks):
         return True
     if (path / "summary.json").exists():
         return False
     return now - last_written(path) < RECENT_SECONDS
 
 
-def _is_held(path: Path, locks: frozenset[int]) -> bool:
+def is_held(path: Path, locks: frozenset[int]) -> bool:
+    """Return True if the lock of a run or a study is held. locks: result of `held_locks`."""
     try:
         return (path / ".lock").stat().st_ino in locks
     except OSError:
@@ -75,7 +76,7 @@ def mark_interrupted(results: Results, folder: Path, locks: frozenset[int] | Non
     if not any(trial.status == "running" for arm in results.arms for trial in arm.trials):
         return results
     locks = held_locks() if locks is None else locks
-    if _is_held(folder, locks):
+    if is_held(folder, locks):
         return results
     now = time.time()
     arms = []

@@ -10,6 +10,7 @@ read results.json. Results are valid while the study runs, after Ctrl-C, and wit
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from deskside.run.record import number
+from deskside.study.stats.metrics import Metric
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.format import printable
 from deskside.utils.parsing import json_value
@@ -146,6 +148,13 @@ class Arm:
     def comparison(self, metric: str) -> Comparison | None:
         """Return the comparison with the baseline in a metric, or None if there is none."""
         return next((c for c in self.comparisons if c.metric == metric and c.baseline != self.id), None)
+
+
+def best_first(arms: Iterable[Arm], metric: Metric) -> list[Arm]:
+    """Return the arms with a mean of this metric, best mean first. Arms with equal means stay in their order."""
+    sign = 1 if metric.better == "higher" else -1
+    found = [(arm, estimate.mean) for arm in arms if (estimate := arm.estimate(metric.key)) is not None]
+    return [arm for arm, mean in sorted(found, key=lambda pair: -sign * pair[1])]
 
 
 def differing_label_parts(arm: Arm, other: Arm) -> list[str]:

@@ -5,6 +5,7 @@ step are recorded beside it, with the suffix `_raw`.
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -106,7 +107,8 @@ class Evaluator:
     def blend(self) -> None:
         """Evaluate blends of the last step's weights and their average, and make the average the one to export.
 
-        This is the best of `BLENDS`, or `average.blend` if it is a number. All are evaluated on the same tokens.
+        This is the best of `BLENDS`, or `average.blend` if it is a number. All are evaluated on the same tokens. A loss
+        that is not finite is never the best; if none is finite, the run ends with the weights of the last step.
         Does nothing without an average, or if the restored checkpoint has the blend already.
         """
         average = self.average
@@ -121,10 +123,14 @@ class Evaluator:
             with self.averaged(blend):
                 metrics = self.evaluate(self.during_tokens).metrics
             key = "val_bpb" if "val_bpb" in metrics else "val_loss"
-            average.by_blend.append({"blend": blend, key: metrics[key]})
-        chosen = average.config.blend
-        if chosen == "auto":
-            chosen = min(average.by_blend, key=lambda row: row[key])["blend"]
+            average.by_blend.append(
+                {"blend": blend, key: metrics[key] if math.isfinite(metrics[key]) else None}
+            )
+        finite = {row["blend"]: row[key] for row in average.by_blend if row[key] is not None}
+        given = average.config.blend
+        chosen = min(finite, key=lambda x: finite[x], default=0.0) if isinstance(given, str) else given
+        if chosen not in finite:
+            self.session.say(f"warning: the validation loss of the final weights is not finite ({key})")
         average.blend_in(chosen)
         self.session.say(
             f"the final weights are {chosen:.0%} average and {1 - chosen:.0%} those of the last step"

@@ -34,6 +34,7 @@ from deskside.data.reading.rows import PackedDataset
 from deskside.evaluate.bpb import BitsPerByte, WorkShare, evaluate_dataset, max_rows_of
 from deskside.kernels.attention import AttentionContext
 from deskside.kernels.cross_entropy import FutureTargets
+from deskside.model.dropout import ResidualDropout
 from deskside.model.transformer import Transformer
 from deskside.ops.moe import RouterStatistics
 from deskside.optim.average import WeightAverage
@@ -389,3 +390,5 @@ class TrainContext:
 
     def __post_init__(self) -> None:
         self.guard = Guard(self.config.guard)
+        rate, seed = self.config.dropout, self.config.seed
+        self.dropout = ResidualDropout(self.model, rate, seed) if rate else None

@@ -2,7 +2,7 @@
 
 An illegal memory access leaves a CUDA process unusable, a library or the kernel's out-of-memory killer may end it, and
 a compiler may hang. Experiments on a device therefore run in a child process, and each of these failures becomes an
-`Outcome`.
+`ProcessOutcome`.
 
 The child gets the function as "module:function" and its arguments as JSON. The result comes back as JSON in a file,
 because libraries print to the standard streams. The child leads its own process group, so that its compile workers can
@@ -36,7 +36,7 @@ OUTPUT_TAIL = 4000  # bytes of the child's output that are kept
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProcessOutcome:
     """The result of a child process.
 
     value: what the function returned, for status "ok". error: one line that describes the failure, otherwise.
@@ -55,7 +55,7 @@ def run(
     arguments: Mapping[str, Any],
     timeout: float,
     environment: Mapping[str, str] | None = None,
-) -> Outcome:
+) -> ProcessOutcome:
     """Call `target` ("package.module:function") with keyword arguments in a new Python process.
 
     When it ends, or after `timeout` seconds, its process group is killed. Arguments and result must be JSON.
@@ -77,7 +77,9 @@ def run(
             except subprocess.TimeoutExpired:
                 seconds = time.monotonic() - start
                 _kill_group(process)
-                return Outcome("timeout", None, f"no answer within {timeout:.0f} s", seconds, _tail(log))
+                return ProcessOutcome(
+                    "timeout", None, f"no answer within {timeout:.0f} s", seconds, _tail(log)
+                )
             finally:
                 _kill_group(process)  # the child's compile workers, and on Ctrl-C the child too
         seconds = time.monotonic() - start
@@ -89,10 +91,10 @@ def run(
         if answer.exists():
             try:
                 result = json_value(answer.read_bytes())
-                return Outcome(result["status"], result["value"], result["error"], seconds, _tail(log))
+                return ProcessOutcome(result["status"], result["value"], result["error"], seconds, _tail(log))
             except (Unreadable, KeyError, TypeError) as error:
                 reason = f"its result is damaged ({error})"
-        return Outcome("failed", None, reason, seconds, _tail(log))
+        return ProcessOutcome("failed", None, reason, seconds, _tail(log))
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -62,9 +62,9 @@ def tick_text(value: float) -> str:
 
 
 def plural(amount: int, noun: str) -> str:
-    """Return an amount with its noun: `1 trial`, `2 trials`, `3 directories`."""
+    """Return an amount with its noun: `1 trial`, `2 trials`, `3 directories`, `2 searches`."""
     if amount != 1:
-        noun = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+        noun = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{amount:,} {noun}"
 
 
@@ -141,10 +141,10 @@ def end_time(seconds: float, now: datetime | None = None) -> str:
 def percent_digits(*shares: float) -> int:
     """Return the number of decimals for shares that are shown together as percentages.
 
-    The largest share decides: 12.3 %, 1.23 %, 0.012 %.
+    The largest share decides: 123 %, 12.3 %, 1.23 %, 0.012 %.
     """
     largest = max((abs(100 * share) for share in shares if math.isfinite(share)), default=0.0)
-    if largest >= 1000:
+    if largest >= 100:
         return 0
     if largest >= 10:
         return 1

@@ -89,12 +89,32 @@ def newest_readable(
     return None
 
 
-def verify(checkpoint: Checkpoint, weights_only: bool = False) -> None:
+def verify(checkpoint: Checkpoint) -> None:
     """Check size and checksum of every file against the manifest.
 
-    weights_only: skip unsharded optimizer state, and state.json. Raises Damaged if a file differs, is missing or is not
-    listed, and RunError for the old sharded format.
+    Raises Damaged if a file differs, is missing or is not listed, and RunError for the old sharded format.
     """
+    _compare(checkpoint, _listed_files(checkpoint))
+
+
+def verify_weights(checkpoint: Checkpoint, weights: Weights | None = None) -> None:
+    """Check the files of the weights like `verify`. weights: "raw" leaves out a file of their average.
+
+    Shards hold everything, so all of them are checked.
+    """
+    names = (WEIGHTS,) if weights == "raw" else (WEIGHTS, AVERAGE)
+    listed = {
+        name: entry
+        for name, entry in _listed_files(checkpoint).items()
+        if name in names or name.startswith(f"{SHARDED}/")
+    }
+    if not listed:
+        raise Damaged(f"{checkpoint.path / MANIFEST} lists no weights")
+    _compare(checkpoint, listed)
+
+
+def _listed_files(checkpoint: Checkpoint) -> dict[str, tuple[int, str]]:
+    """Return (bytes, checksum) of every file by name, as the manifest lists them. Raises as `verify`."""
     refuse_pickle(checkpoint)
     path = checkpoint.path
     try:
@@ -111,18 +131,20 @@ def verify(checkpoint: Checkpoint, weights_only: bool = False) -> None:
         )
     if unlisted := {str(p.relative_to(path)) for p in files_of(path)} - listed.keys() - {MANIFEST}:
         raise Damaged(f"{path / MANIFEST} is damaged: it does not list {min(unlisted)}")
-    if weights_only:
-        listed = {n: v for n, v in listed.items() if n in (WEIGHTS, AVERAGE) or n.startswith(f"{SHARDED}/")}
-        if not listed:
-            raise Damaged(f"{path / MANIFEST} lists no weights")
+    return listed
+
+
+def _compare(checkpoint: Checkpoint, listed: Mapping[str, tuple[int, str]]) -> None:
+    """Raise Damaged if a listed file is missing or differs from its (bytes, checksum)."""
     for name, expected in listed.items():
+        path = checkpoint.path / name
         try:
-            found = fingerprint(path / name)
+            found = fingerprint(path)
         except (OSError, ValueError) as error:  # a flipped bit can make a file name invalid
-            raise Damaged(f"{path / name} cannot be read ({error})") from None
+            raise Damaged(f"{path} cannot be read ({error})") from None
         for key, actual, wanted in zip(("bytes", "xxh3_128"), found, expected, strict=True):
             if actual != wanted:
-                raise Damaged(f"{path / name} is damaged: {key} {actual}, expected {wanted}")
+                raise Damaged(f"{path} is damaged: {key} {actual}, expected {wanted}")
 
 
 def averaged(checkpoint: Checkpoint, weights: Weights | None) -> bool:

@@ -37,7 +37,7 @@ from deskside.weights.checkpoint import (
     load_file_into,
     load_weights,
     newest_readable,
-    verify,
+    verify_weights,
 )
 from deskside.weights.hf import load_hf
 from deskside.weights.merge_adapters import load_adapted_model, merged, run_config
@@ -317,7 +317,7 @@ def _read_weights(
     if record["config"].get("adapter") is not None:
         adapted = load_adapted_model(run_dir, checkpoint, run_config(run_dir, record), "cpu", weights)
         return merged(adapted, device, dtype)
-    verify(checkpoint, weights_only=True)
+    verify_weights(checkpoint, weights)
     model = allocate(config, device, dtype)
     if checkpoint.sharded:
         from deskside.weights import sharded_files  # importing torch.distributed.checkpoint is slow

@@ -24,7 +24,14 @@ from deskside.run.directory import resolve_path
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.parsing import read_json_object
 from deskside.weights import frozen_base
-from deskside.weights.checkpoint import Checkpoint, Weights, find, load_file_into, newest_readable, verify
+from deskside.weights.checkpoint import (
+    Checkpoint,
+    Weights,
+    find,
+    load_file_into,
+    newest_readable,
+    verify_weights,
+)
 
 
 @torch.no_grad()
@@ -128,7 +135,7 @@ def load_adapted_model(
 ) -> Transformer:
     """Load the base and one checkpoint. Raises Damaged for a damaged checkpoint, RunError for a damaged base."""
     assert config.adapter is not None
-    verify(checkpoint, weights_only=True)
+    verify_weights(checkpoint, weights)
     model = frozen_base.load(run_dir, config.model, config.adapter, config.seed, device)
     load_file_into(model, checkpoint, device, trainable_only=True, weights=weights)
     return model

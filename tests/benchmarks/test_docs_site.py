@@ -3,20 +3,26 @@
 import re
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urldefrag, urlsplit
 
 import pytest
 
-from benchmarks.docs_hooks import ROOT_PAGES, on_page_markdown, root_page
+from benchmarks.docs_hooks import ROOT_PAGES, on_page_markdown, root_page, unbroken_options
 from deskside.cli.completion import all_commands
 from deskside.config.merge import option_keys
 from tests.dashboard.browsing import CHROMIUM, serious_faults
 from tests.sources import ROOT
 
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
 # A page of each kind. axe takes two seconds for one, and there are fifty.
 LOOKED_AT = ("index.html", "architecture.html", "languages.html", "cards/l4.html", "tutorial.html")
+SIZES = {"desktop": {"width": 1440, "height": 900}, "phone": {"width": 390, "height": 844}}
 ROOT_DOCUMENTS = ("README.md", "CHANGELOG.md")
 
 
@@ -98,28 +104,66 @@ def test_links_to_other_sites_can_be_addresses(site: Path) -> None:
     assert wrong == [] and links
 
 
-@pytest.mark.full
-def test_pages_have_no_serious_fault_and_load_nothing_from_elsewhere(site: Path) -> None:
+@pytest.fixture
+def browser() -> Iterator["Browser"]:
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if CHROMIUM is None:
         pytest.skip("there is no chromium on the PATH")
-    faults, outside = {}, set()
     with sync_api.sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        for scheme in ("light", "dark"):
-            page = browser.new_page(color_scheme=scheme)
-            page.on("request", lambda request: request.url.startswith("http") and outside.add(request.url))
-            for name in LOOKED_AT:
-                page.goto((site / name).as_uri())
-                if name == "architecture.html":
-                    page.locator(
-                        "div.mermaid"
-                    ).wait_for()  # drawn into a shadow tree by the script of the site
-                    assert page.evaluate("typeof mermaid") == "object"
-                if found := serious_faults(page):
-                    faults[name, scheme] = found
+        yield browser
         browser.close()
-    assert faults == {} and outside == set()
+
+
+def faults_of(
+    browser: "Browser", site: Path, names: Iterable[str], size: str, scheme: str
+) -> dict[str, object]:
+    """By page: what axe calls serious, what scrolls sideways, errors of the console, and requests to other hosts."""
+    page = browser.new_page(viewport=SIZES[size], color_scheme=scheme)  # type: ignore[arg-type]
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+    page.on("request", lambda request: wrong.append(request.url) if request.url.startswith("http") else None)
+    faults: dict[str, object] = {}
+    for name in names:
+        wrong.clear()
+        page.goto((site / name).as_uri())
+        if name == "architecture.html":  # drawn into a shadow tree by the script of the site
+            page.locator("div.mermaid").wait_for()
+        hidden = page.evaluate(
+            "document.scrollingElement.scrollWidth - document.scrollingElement.clientWidth"
+        )
+        found = [*wrong, *([f"{hidden} px too wide"] if hidden > 0 else [])]
+        found += serious_faults(page)  # last: axe asks for style sheets, which files refuse on the console
+        if found:
+            faults[name] = found
+    page.close()
+    return faults
+
+
+def test_a_page_of_each_kind_has_no_serious_fault(browser: "Browser", site: Path) -> None:
+    assert faults_of(browser, site, LOOKED_AT, "desktop", "light") == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("size", SIZES)
+def test_no_page_has_a_serious_fault(browser: "Browser", site: Path, size: str, scheme: str) -> None:
+    pages = sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html"))
+    names = [page for page in pages if page != "404.html"]  # its links begin at the root of a server
+    assert len(names) > 50
+    assert faults_of(browser, site, names, size, scheme) == {}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("asked, found", [("--schedule.stages", "cards/"), ("serve", "guides/serve.html")])
+def test_files_are_searched_without_a_server(browser: "Browser", site: Path, asked: str, found: str) -> None:
+    page = browser.new_page(viewport=SIZES["desktop"])
+    page.goto((site / "index.html").as_uri())
+    page.locator(".md-search__input").press_sequentially(asked)
+    results = page.locator(".md-search-result__link")
+    results.first.wait_for()
+    assert found in (results.first.get_attribute("href") or "")
 
 
 def test_generated_pages_are_complete(site: Path) -> None:
@@ -135,6 +179,16 @@ def test_generated_pages_are_complete(site: Path) -> None:
 def test_lists_and_tables_may_follow_a_paragraph_at_once() -> None:
     assert on_page_markdown("Text:\n- one\n  more\n- two\n| a |") == "Text:\n\n- one\n  more\n- two\n| a |"
     assert on_page_markdown("```\nx\n- y\n```\nText\n1. z") == "```\nx\n- y\n```\nText\n\n1. z"
+
+
+def test_options_in_sentences_are_not_broken() -> None:
+    whole = '<code>go <span class="whole">--hours</span> 2</code>'
+    assert unbroken_options("<p><code>go --hours 2</code></p>") == f"<p>{whole}</p>"
+    for unchanged in (
+        "<pre><span></span><code>go --hours 2</code></pre>",
+        f"<p><code>{'a-' * 20}</code> to-day</p>",
+    ):
+        assert unbroken_options(unchanged) == unchanged
 
 
 def test_links_of_a_root_document_lead_into_the_docs() -> None:

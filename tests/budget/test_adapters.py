@@ -27,7 +27,7 @@ from deskside.config.run import RunConfig
 from deskside.config.sections import PROJECTIONS, AdapterConfig
 from deskside.config.step_options import step_options
 from deskside.kernels.attention import AttentionContext
-from deskside.kernels.cross_entropy import linear_cross_entropy
+from deskside.kernels.cross_entropy import LossOptions, linear_cross_entropy
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
 from deskside.optim.build import build
@@ -196,7 +196,10 @@ def track(shape: ModelConfig, spec: StepSpec) -> Tracked:
                     - sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
                 )
                 loss = linear_cross_entropy(
-                    hidden_BTD.flatten(0, 1), model.head_weight, tokens_BT.flatten(), chunk_tokens=256
+                    hidden_BTD.flatten(0, 1),
+                    model.head_weight,
+                    tokens_BT.flatten(),
+                    LossOptions(chunk_tokens=256),
                 )
                 del hidden_BTD
                 loss.backward()

@@ -21,8 +21,10 @@ from deskside.budget.shape import num_params
 from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig
+from deskside.data.reading.loader import future_targets
 from deskside.kernels.attention import AttentionContext
-from deskside.kernels.cross_entropy import linear_cross_entropy
+from deskside.kernels.cross_entropy import FutureTargets, LossOptions, multi_token_cross_entropy
+from deskside.model.dropout import ResidualDropout
 from deskside.model.transformer import Transformer
 from deskside.optim.build import build
 from deskside.precision.convert import convert
@@ -64,19 +66,28 @@ def track(shape: ModelConfig, spec: StepSpec) -> Tracked:
         tokens_BT = torch.zeros(
             spec.micro_tokens // spec.sequence_length, spec.sequence_length, dtype=torch.int64
         )
+        dropout = ResidualDropout(model, 0.1, 0) if spec.dropout else None
+        later_NK = None
+        if count := spec.future_targets:
+            later_NK = future_targets(
+                tokens_BT, torch.arange(spec.sequence_length).expand_as(tokens_BT), count
+            ).flatten(0, 1)
         tracker = MemTracker()
-        tracker.track_external(model, tokens_BT, *states)
+        tracker.track_external(model, tokens_BT, *states, *([] if later_NK is None else [later_NK]))
         with tracker:
             for done in range(spec.accumulation):
                 if done:
                     tracker.reset_mod_stats()
+                if dropout is not None:
+                    dropout.active = True
                 hidden_BTD = model.hidden(tokens_BT, AttentionContext(backend="sdpa"))
                 forward = snapshot(tracker, "current")
-                loss = linear_cross_entropy(
+                loss, _ = multi_token_cross_entropy(
                     hidden_BTD.flatten(0, 1),
                     model.head_weight,
                     tokens_BT.flatten(),
-                    chunk_tokens=spec.loss_chunk_tokens,
+                    None if later_NK is None else FutureTargets(later_NK, torch.ones(spec.future_targets)),
+                    LossOptions(chunk_tokens=spec.loss_chunk_tokens),
                 )
                 del hidden_BTD
                 loss.backward()
@@ -119,7 +130,7 @@ def modelled_peak(shape: ModelConfig, spec: StepSpec) -> int:
 
 VARIANTS = [
     (SMALL, work_of(8, 512)),
-    (SMALL, work_of(8, 512, passes=2)),
+    (SMALL, work_of(8, 512, passes=2, dropout=True)),
     (SMALL | {"qk_norm": False, "num_key_value_heads": 8}, work_of(4, 1024)),
     (
         SMALL | {"gated_mlp": False, "hidden_act": "gelu", "qk_norm": False, "position_embedding": "learned"},
@@ -127,6 +138,7 @@ VARIANTS = [
     ),
 ]
 LONG = [
+    (SMALL, work_of(2, 512, future_targets=2)),
     (LARGE, work_of(4, 1024, loss_chunk_tokens=512)),
     (LARGE | {"tie_word_embeddings": True}, work_of(1, 512, loss_chunk_tokens=128)),
     (LARGE | {"num_key_value_heads": 3}, work_of(8, 2048, passes=2)),

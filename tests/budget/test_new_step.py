@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.planner_fit import errors, groups, replace_section, section, split, unprobed
-from benchmarks.planner_points import Point, points
+from benchmarks.planner_points import MeasuredPoint, points
 from deskside.budget.memory import instants, sublayer_gradient_bytes, training_memory
 from deskside.budget.operators import step_operators
 from deskside.budget.sizes import Sizes
@@ -26,7 +26,7 @@ CALIBRATION = calibrate(find("h200"), [])
 LEAST_GIB = 4.0  # of a peak whose error is told in per cent; below it fragments of fixed size decide
 
 
-def named(name: str) -> Point:
+def named(name: str) -> MeasuredPoint:
     return next(point for point in POINTS if point.name == name)
 
 
@@ -46,7 +46,7 @@ def test_every_kind_of_measurement_is_there() -> None:
 @pytest.mark.parametrize(
     "point", [p for p in POINTS if p.gib is not None], ids=lambda point: f"{point.kind} {point.name}"
 )
-def test_peaks(point: Point) -> None:
+def test_peaks(point: MeasuredPoint) -> None:
     assert point.gib is not None
     within = 0.015 if point.gib > LEAST_GIB else 0.06
     assert point.modelled_gib == pytest.approx(point.gib, rel=within)
@@ -88,7 +88,7 @@ def test_small_passes() -> None:
 
 
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: f"{point.kind} {point.name}")
-def test_the_stated_range_holds(point: Point) -> None:
+def test_the_stated_range_holds(point: MeasuredPoint) -> None:
     found = estimate(point.setting, CALIBRATION, 2**40)
     low, _, high = found.tokens_per_second
     assert low <= point.speed <= high

@@ -153,3 +153,17 @@ def test_states_on_the_host_travel_up_and_down() -> None:
     expected = 4.0 * block_matrix_params(shape) + 8 * root_params(shape)
     assert amount(operators(shape, offload_optimizer=True), "offload") == expected
     assert amount(operators(shape), "offload") == 0
+
+
+def test_dropout_reads_and_writes_its_tensors_twice() -> None:
+    """In the forward and in the backward; and blocks that are not fused once more if they are recomputed."""
+    shape, tensor = ModelConfig(**SMALL), 2 * TOKENS * SMALL["hidden_size"]
+    places = 2 * SMALL["num_hidden_layers"] + 1
+    for options, more in (({}, 0), ({"activation_checkpointing": "block"}, places - 1)):
+        with_dropout, without = (operators(shape, dropout=d, **options) for d in (True, False))
+        assert (
+            amount(with_dropout, "traffic") - amount(without, "traffic") == (4 * places + 2 * more) * tensor
+        )
+    fused = {"copies": "step", "activation_checkpointing": "block"}
+    added = [o for o in operators(shape, dropout=True, **fused) if o.name == "dropout"]
+    assert sum(o.amount for o in added) == 4 * places * tensor

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AutoConfig,
@@ -16,6 +17,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from deskside.budget.adapters import training_flops_per_token
 from deskside.budget.shape import (
     active_params,
     attention_span,
@@ -25,6 +27,7 @@ from deskside.budget.shape import (
     num_params,
     parameter_groups,
 )
+from deskside.budget.step_spec import AdapterSpec
 from deskside.config.model import ModelConfig
 from deskside.model.transformer import Transformer
 from deskside.weights.hf_config import to_hf_config
@@ -140,6 +143,24 @@ def test_flops_of_experts_equal_the_counter_of_torch() -> None:
     config._experts_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     assert counted_flops(model, torch.arange(32)[None]) == flops_per_token(shape, 64) * 32
+
+
+@pytest.mark.parametrize("tables", [(), ("lm_head",)], ids=["adapters", "and head"])
+def test_flops_with_adapters_equal_the_counter_of_torch(tables: tuple[str, ...]) -> None:
+    """Those of PEFT's model. Only the first block differs: its input is frozen, so that q, k and v give no gradient
+    to it."""
+    shape, tokens, rank = ModelConfig(**SMALL), 48, 8
+    names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    options = LoraConfig(r=rank, target_modules=list(names), modules_to_save=list(tables) or None)
+    model = get_peft_model(on_meta(qwen3(shape)), options)
+    with torch.device("meta"):
+        batch = torch.zeros(1, tokens, dtype=torch.long)
+    counted = counted_flops(model.base_model.model, batch) / tokens
+    adapter = AdapterSpec(rank, names, "bf16", tables=tables)
+    q, kv = shape.num_attention_heads * shape.head_dim, shape.num_key_value_heads * shape.head_dim
+    first = 2 * shape.hidden_size * (q + 2 * kv) + 2 * 3 * rank * shape.hidden_size
+    assert counted == training_flops_per_token(shape, 2 * tokens, adapter) - first
+    assert training_flops_per_token(shape, tokens, None) == flops_per_token(shape, tokens)
 
 
 def test_active_parameters_are_the_chosen_experts() -> None:

@@ -62,6 +62,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "model.window_pattern": {"model": {"sliding_window": 512}},
     "compute.activation_offloading": {"compute": {"activation_checkpointing": "block"}},
     "optim.momentum_cooldown": {"optim": {"momentum_end": 0.8}},
+    **{f"optim.ema_nesterov_{k}": {"optim": {"ema_nesterov": 0.6}} for k in ("decay", "start", "until")},
     "schedule.batch_growth_until": {"schedule": {"batch_growth": 2}},
     "schedule.batch_lr": {"schedule": {"batch_growth": 2}},
     "data.val_fraction": {"data": {"sources": ["a.txt"]}},
@@ -300,6 +301,14 @@ def test_align_options_exist_only_for_their_command(capsys: pytest.CaptureFixtur
             {"align": {"name": "sft"}, "data": {"document_mask": True}, "multi_token": {"weights": [0.5]}},
             "multi_token.weights: is not supported in fine-tuning",
         ),
+        (
+            {"align": {"name": "sft"}, "data": {"document_mask": True}, "dropout": 0.1},
+            "dropout: is not supported in fine-tuning",
+        ),
+        ({"parallel": {"context": 2}, "dropout": 0.1}, "dropout: is not supported with shared rows"),
+        ({"optim": {"name": "adamw"}, "adapter": {"rank": 4}, "dropout": 0.1}, "dropout: trains all weights"),
+        ({"dropout": 1e-6}, "dropout: is a multiple of 1/65536"),
+        ({"dropout": 0.95}, "dropout: "),
     ],
 )
 def test_an_objective_is_checked_in_one_line(layer: dict[str, Any], message: str) -> None:

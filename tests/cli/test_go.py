@@ -108,6 +108,10 @@ def state(run: Path) -> dict[str, Any]:
         (["--hours", "1", "--gpu-budget", "1e308"], "--gpu-budget: must be at most 1,000,000, not 1e+308"),
         (["--hours", "1"], "--data DIR is required"),
         (["--hours", "1", "--preset", "124m"], "data.path: no data was given"),
+        (
+            ["--hours", "1", "--preset", "demo", "--own-corpus"],
+            "--own-corpus: needs the size of the text; give prepared data with --data DIR",
+        ),
         (["--hours", "1", "--preset", "125m", "--yes"], "125m: no such preset"),
         (["--hours", "1", "--data", "nowhere"], "nowhere"),
         (

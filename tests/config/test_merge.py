@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deskside.config.merge import (
-    NO_EFFECT,
     build,
     config_fields,
     merge,
@@ -22,6 +21,7 @@ from deskside.config.merge import (
     resolved_layers,
 )
 from deskside.config.model import ModelConfig
+from deskside.config.no_effect import NO_EFFECT
 from deskside.config.optim import AdamWConfig
 from deskside.config.run import RunConfig
 from deskside.utils.errors import UsageError
@@ -100,6 +100,13 @@ LIVE_AND_DEAD: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         {"optim": {"momentum_cooldown": 0.2, "momentum_end": 0.8}},
         {"optim": {"momentum_end": None}},
     ),
+    **{
+        (f"optim.ema_nesterov_{key}", "optim.ema_nesterov"): (
+            {"optim": {"ema_nesterov": 0.6, f"ema_nesterov_{key}": 0.5}},
+            {"optim": {"ema_nesterov": 0}},
+        )
+        for key in ("decay", "start", "until")
+    },
     ("optim.normalize_beta", "optim.normalize"): (
         {"optim": {"normalize_beta": 0.5}},
         {"optim": {"normalize": "none"}},

@@ -60,13 +60,17 @@ def opened(
     size: dict[str, int] = DESKTOP,
     scheme: str = "light",
 ) -> "Page":
-    """A page by its address, drawn. `page.wrong` collects failed scripts and messages on the console."""
-    page = browser.new_page(viewport=size, color_scheme=scheme, accept_downloads=True)  # type: ignore[arg-type]
-    page.wrong = []  # type: ignore[attr-defined]
-    page.on("pageerror", lambda error: page.wrong.append(str(error)))  # type: ignore[attr-defined]
-    page.on("console", lambda message: _note(page, message))
+    """A page of the dashboard by its name, drawn, with the messages of its console as `watched` collects them."""
+    page = watched(browser, size, scheme)
     url = f"{address}/{'' if name == FIRST_PAGE.name else name}{query}"
-    for attempt in range(40):  # the server listens a moment after it has said where
+    arrive(page, url)
+    settled(page)
+    return page
+
+
+def arrive(page: "Page", url: str) -> None:
+    """Go to an address. The server listens a moment after it has said where."""
+    for attempt in range(40):
         try:
             page.goto(url)
             break
@@ -74,7 +78,14 @@ def opened(
             if attempt == 39:
                 raise
             page.wait_for_timeout(250)
-    settled(page)
+
+
+def watched(browser: "Browser", size: dict[str, int] = DESKTOP, scheme: str = "light") -> "Page":
+    """A new page. `page.wrong` collects failed scripts and errors on the console."""
+    page = browser.new_page(viewport=size, color_scheme=scheme, accept_downloads=True)  # type: ignore[arg-type]
+    page.wrong = []  # type: ignore[attr-defined]
+    page.on("pageerror", lambda error: page.wrong.append(str(error)))  # type: ignore[attr-defined]
+    page.on("console", lambda message: _note(page, message))
     return page
 
 
@@ -85,18 +96,23 @@ def _note(page: "Page", message: object) -> None:
 
 def settled(page: "Page") -> None:
     """Wait until everything is drawn; no exception and nothing wrong on the page."""
+    drawn(page)
+    assert page.locator('[data-testid="stException"]').count() == 0
+    assert page.wrong == []  # type: ignore[attr-defined]
+
+
+def drawn(page: "Page") -> None:
+    """Wait until streamlit has drawn everything: nothing is running, and every chart has an image."""
     page.locator('[data-testid="stMain"] :is(h1, h2)').first.wait_for(timeout=60_000)
     page.wait_for_selector('[data-testid="stApp"][data-test-script-state="notRunning"]', timeout=60_000)
     page.wait_for_function(DRAWN, timeout=60_000)
-    assert page.locator('[data-testid="stException"]').count() == 0
-    assert page.wrong == []  # type: ignore[attr-defined]
 
 
 def fits(page: "Page") -> bool:
     """Whether nothing scrolls sideways."""
     wide = page.evaluate(
         "[document.scrollingElement, document.querySelector('[data-testid=stMain]')]"
-        ".map(e => e.scrollWidth - e.clientWidth)"
+        ".map(e => e ? e.scrollWidth - e.clientWidth : 0)"
     )
     return max(wide) <= 0
 
@@ -106,7 +122,7 @@ def serious_faults(page: "Page") -> list[str]:
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed").Axe()
     found = [
         (rule["id"], node["html"])
-        for rule in axe.run(page).response["violations"]
+        for rule in axe.run(page, options={"resultTypes": ["violations"]}).response["violations"]
         if rule["impact"] in ("serious", "critical")
         for node in rule["nodes"]
     ]

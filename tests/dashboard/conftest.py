@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def served_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Studies, runs, one of them training, and broken directories."""
+    """Studies, a search, runs, one of them training, and broken directories."""
     folder = tmp_path_factory.mktemp("work")
     made_up.study(folder / "studies/made")
     made_up.two_groups(folder / "studies/two")
+    made_up.search(folder / "searches/made")
     made_up.broken(folder)
     made_up.run(folder / "runs/first")
     made_up.run(folder / "runs/second", seed=2)

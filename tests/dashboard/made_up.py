@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
-from deskside.study.results import ClaimResult, Factor, Results, Trial
+from deskside.study.results import ClaimResult, Comparison, Factor, Results, Trial
+from deskside.study.search.outcome import Outcome, SearchTrial, best_so_far, write_outcome
 from deskside.study.stats.compare import compare
 from tests.study import made
 
@@ -197,3 +198,69 @@ def running(folder: Path, steps: int = 40) -> IO[str]:
     lock = (folder / ".lock").open("w")
     fcntl.flock(lock, fcntl.LOCK_EX)
     return lock
+
+
+def search(folder: Path, complete: bool = True, running: str = "") -> Outcome:
+    """A search with trials of every kind. running: the directory of a trial that runs, relative to the search's."""
+    from tests.study.search import made_search
+
+    _, plan = made_search.begin(
+        folder, "optim.lr,batch.tokens,optim.normalize", created="2026-11-22T00:00:00+00:00"
+    )
+    default = {"optim.lr": 0.04, "batch.tokens": 16384, "optim.normalize": False}
+
+    def trial(number: int, loss: float | None, status: str = "finished", **changes: Any) -> SearchTrial:
+        reason = changes.pop("reason", "")
+        settings = {**default, **{key.replace("__", "."): value for key, value in changes.items()}}
+        ran = "" if status in ("infeasible", "repeated") else f"trials/runs/trial-{number:04d}-s1"
+        return SearchTrial(number, status, settings, loss, 60.0 * (number + 1), reason, ran)
+
+    trials = [
+        trial(0, 1.52),
+        trial(1, 1.61, optim__lr=0.16),
+        trial(2, 1.47, optim__lr=0.02, optim__normalize=True),
+    ]
+    trials.append(trial(3, None, "pruned", optim__lr=0.3, reason="1.9 bits per byte after 25 % of the time"))
+    trials.append(
+        trial(
+            4,
+            None,
+            "infeasible",
+            batch__tokens=131072,
+            reason="needs up to 9.1 GiB of 8.0 GiB",
+        )
+    )
+    trials.append(trial(5, 1.44, optim__lr=0.012, batch__tokens=8192))
+    trials += [
+        trial(6, 1.45, optim__lr=0.01),
+        trial(7, 1.44, "repeated", optim__lr=0.012, batch__tokens=8192),
+    ]
+    if running:
+        trials.append(replace(trial(8, None, "running"), elapsed=None, run=running))
+    outcome = Outcome(
+        name=plan.name,
+        sampler="tpe",
+        prune=True,
+        hours=1.0,
+        devices=1,
+        proxy="trials train the same model, 1.1M parameters, for 1 min instead of 10 min",
+        trials=trials,
+        best_so_far=best_so_far(trials),
+        importances={"optim.lr": 0.7, "log2(batch.tokens / 16384)": 0.2, "optim.normalize": 0.1},
+        winner=5,
+        settings=trials[5].settings,
+        answer="The best settings found are optim.lr 0.012.",
+        spent_seconds=1800.0,
+        complete=complete,
+    )
+    if complete:
+        confirmed = Comparison(
+            "val_bpb", "default", 3, -0.05, -0.08, -0.02, -0.03, -0.05, -0.01, "paired t", "lower"
+        )
+        outcome = replace(
+            outcome, confirmed=confirmed, default_mean=1.5, winner_mean=1.45, confirmed_on="the target"
+        )
+        (folder / "winner.toml").write_text("[optim]\nlr = 0.012\n")
+    write_outcome(outcome, folder)
+    study(folder / "confirm", name="made-confirm")
+    return outcome

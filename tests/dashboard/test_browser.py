@@ -17,7 +17,17 @@ if TYPE_CHECKING:
 
 
 # Other tests open these pages by default.
-OPENED_ELSEWHERE = ("run", "report", "summary", "metrics", "trade_offs", "tables", "claims", "planner")
+OPENED_ELSEWHERE = (
+    "run",
+    "search",
+    "report",
+    "summary",
+    "metrics",
+    "trade_offs",
+    "tables",
+    "claims",
+    "planner",
+)
 NAMES = [
     pytest.param(spec.name, marks=[pytest.mark.full] if spec.name in OPENED_ELSEWHERE else [])
     for spec in PAGES

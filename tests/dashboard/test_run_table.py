@@ -1,14 +1,17 @@
 """The rows of the table of runs and studies."""
 
 import csv
+import fcntl
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
 
-from deskside.dashboard import file_cache, run_table
-from deskside.dashboard.run_table import RUN, STUDY, TRIAL, RowFilter, TableRow
+from deskside.dashboard import file_cache, notes, run_table
+from deskside.dashboard.run_table import RUN, SEARCH, STUDY, TRIAL, RowFilter, TableRow
+from deskside.dashboard.sidebar import Context
 from deskside.facts.power_and_prices import electricity_prices
 from tests.dashboard import made_up
 
@@ -58,6 +61,34 @@ def test_a_study_has_the_numbers_of_its_best_arm(tmp_path: Path) -> None:
     best = whole.arm(min(means, key=means.__getitem__))
     assert best is not None and row.kind == STUDY and row.bpb == min(means.values())
     assert row.tokens_per_second == best.estimates["tokens_per_second"].mean
+
+
+def test_a_search_has_one_row_with_its_best_so_far(tmp_path: Path) -> None:
+    whole = made_up.search(tmp_path / "searches/done")
+    made_up.search(tmp_path / "searches/now", complete=False)
+    found = rows(tmp_path)
+    assert found.keys() == {"searches/done", "searches/now"}  # not the studies that they consist of
+    done, now = found["searches/done"], found["searches/now"]
+    assert (done.kind, done.status, done.progress, done.bpb) == (SEARCH, "finished", None, whole.winner_mean)
+    assert (now.status, now.progress, now.bpb) == ("running", 0.5, 1.44) and now.losses == (1.52, 1.47, 1.44)
+    for name in ("spent.json", "result.json"):  # a kill an hour ago
+        path = tmp_path / "searches/now" / name
+        if path.exists():
+            os.utime(path, (1_700_000_000, 1_700_000_000))
+    assert rows(tmp_path)["searches/now"].status == "interrupted"
+    with (tmp_path / "searches/now/confirm/.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # as a search holds it
+        assert rows(tmp_path)["searches/now"].status == "running"
+
+
+def test_a_damaged_search_is_listed_with_the_reason(tmp_path: Path) -> None:
+    made_up.search(tmp_path / "s")
+    (tmp_path / "s/result.json").write_text('{"name": "ma')
+    scan = file_cache.scan_result(str(tmp_path))
+    told = notes.problem_rows(Context(tmp_path, scan, None))
+    assert (
+        [row["directory"] for row in told] == ["s"] and "damaged" in told[0]["why"] and rows(tmp_path) == {}
+    )
 
 
 def test_a_trial_is_named_without_its_study(tmp_path: Path) -> None:

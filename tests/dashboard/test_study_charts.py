@@ -105,9 +105,23 @@ def test_labels_that_a_phone_has_no_space_for_are_hidden_there() -> None:
     assert figure is not None
     names = {note.text for note in figure.layout.annotations}
     assert names and names <= {plotly_charts.wrap_label(arm.label) for arm in WHOLE.arms}
+    assert not any(note.text.endswith("\u2026") for note in figure.layout.annotations)
     hidden = [str(i) for i, note in enumerate(figure.layout.annotations) if note.name == "wide"]
     style = study_charts.narrow_screen_style(figure, "here")
     assert re.findall(r'data-index="(\d+)"', style) == hidden and (".st-key-here" in style) == bool(hidden)
+
+
+def test_labels_keep_what_tells_arms_apart() -> None:
+    labels = ("8 x 2048, 16 passes, BF16", "8 x 2048, 16 passes, FP8", "16 x 2048, 16 passes, FP8")
+    one = made.results()
+    arms = [
+        replace(arm, label=label, baseline=arm.id)  # of several baselines, arms keep their whole labels
+        for arm, label in zip(one.arms, labels, strict=False)
+    ]
+    figure = study_charts.trade_off(compare(replace(one, arms=arms)), "tokens_per_second", "val_bpb")
+    assert figure is not None
+    shown = {note.text for note in figure.layout.annotations}
+    assert shown and shown <= {"8 x 2048, BF16", "8 x 2048, FP8", "16 x 2048, FP8"}
 
 
 def with_one_wide_interval(key: str) -> Results:

@@ -86,7 +86,7 @@ def test_table_of_a_machine_that_cannot_train() -> None:
 
 def planted(monkeypatch: pytest.MonkeyPatch, verdict: str) -> None:
     """An examination whose facts are the sample's and whose training steps have this verdict."""
-    outcome = child_process.Outcome("ok", samples.facts(), "", 0.1)
+    outcome = child_process.ProcessOutcome("ok", samples.facts(), "", 0.1)
     monkeypatch.setattr(child_process, "run", lambda *_: outcome)
     steps = [
         check_list.Check(
@@ -120,7 +120,7 @@ def test_exit_code_and_json_alone(
 def test_torch_that_does_not_start_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    outcome = child_process.Outcome("failed", None, "ImportError: libcudart.so.13: cannot open", 0.1)
+    outcome = child_process.ProcessOutcome("failed", None, "ImportError: libcudart.so.13: cannot open", 0.1)
     monkeypatch.setattr(child_process, "run", lambda *_: outcome)
     assert doctor_command.run([]) == 1
     text = re.sub(r"\s+", " ", capsys.readouterr().out)

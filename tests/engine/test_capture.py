@@ -22,7 +22,7 @@ from deskside.engine import steps
 from deskside.engine.engine import Engine
 from deskside.engine.graphs import TOKENS
 from deskside.engine.prompts import PackedPrompts
-from deskside.engine.requests import Request, StepOptions
+from deskside.engine.requests import EngineStepOptions, Request
 from deskside.engine.sampling import GREEDY, Sampling, ranking_width
 from deskside.engine.speculate import speculate
 from deskside.engine.steps import CachedModel, Slots
@@ -86,7 +86,9 @@ def test_a_step_stays_on_its_device(kind: str, adjusted: bool, constrained: bool
     step = (
         partial(speculate, target, draft, num_drafts=drafts) if drafts else partial(steps.decode, (target,))
     )
-    options = StepOptions(ranking_width([SAMPLINGS[kind]], vocabulary), adjusted, True, constrained, TOP)
+    options = EngineStepOptions(
+        ranking_width([SAMPLINGS[kind]], vocabulary), adjusted, True, constrained, TOP
+    )
     with OnOneDevice(), NoConstantsByIndex():
         packed = step(slots, lanes, bound=48, options=options).packed()
     assert packed.shape == (LANES, 1 + (3 + 2 * TOP) * (1 + drafts))
@@ -108,7 +110,9 @@ def test_a_prefill_pass_stays_on_its_device(
         slots.start_adjustments(0, Request((1, 2), 4, SAMPLINGS[kind], min_tokens=2))
     if constrained:
         slots.allow([0], torch.zeros(1, -(-vocabulary // 32), dtype=torch.int32))
-    options = StepOptions(ranking_width([SAMPLINGS[kind]], vocabulary), adjusted, True, constrained, TOP)
+    options = EngineStepOptions(
+        ranking_width([SAMPLINGS[kind]], vocabulary), adjusted, True, constrained, TOP
+    )
     computing = tuple(models(3, 1) if drafts else models(3))
     prompts = PackedPrompts.of(torch.zeros(3 * LANES + 1 + tokens, dtype=torch.int64, device=META), LANES)
     with OnOneDevice(), NoConstantsByIndex():
@@ -157,7 +161,7 @@ def test_the_host_does_little_for_a_prefill_pass() -> None:
         strict=True,
     )
     assert counts[:3] == counts[3:] and max(counts) <= 20
-    options = StepOptions(0, False, False)
+    options = EngineStepOptions(0, False, False)
     assert [k for (k,) in kinds] == [("prefill", tokens, options) for tokens in (64, 64, 128)] * 2
 
 

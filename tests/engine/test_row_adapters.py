@@ -11,7 +11,7 @@ from benchmarks.decode import random_adapters
 from deskside.engine import steps
 from deskside.engine.engine import Draft, Engine
 from deskside.engine.prompts import PackedPrompts
-from deskside.engine.requests import Request, SampleOutput, StepOptions
+from deskside.engine.requests import EngineStepOptions, Request, SampleOutput
 from deskside.engine.sampling import Sampling
 from deskside.engine.speculate import speculate
 from deskside.engine.steps import CachedModel, Slots
@@ -110,7 +110,7 @@ def test_steps_stay_on_their_device(drafts: int, monkeypatch: pytest.MonkeyPatch
     model = make(**BIAS).to(META)
     target = CachedModel(model, LANES * PAGES, 16, 48, random_adapters(model, (2, 3), dora=True))
     (draft,), slots = models(1), Slots(LANES, PAGES, SHAPE["vocab_size"], META)
-    lanes, options = slots.to_device(range(LANES)), StepOptions(1, False, False, adapted=True)
+    lanes, options = slots.to_device(range(LANES)), EngineStepOptions(1, False, False, adapted=True)
     prompts = PackedPrompts.of(torch.zeros(3 * LANES + 1 + 32, dtype=torch.int64, device=META), LANES)
     with OnOneDevice(), NoConstantsByIndex():
         assert steps.prefill((target,), slots, prompts, options).packed().shape == (LANES, 2)

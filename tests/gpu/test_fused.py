@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from deskside.kernels import cross_entropy, fused
-from deskside.kernels.cross_entropy import linear_cross_entropy, loss_kernels
+from deskside.kernels.cross_entropy import LossOptions, linear_cross_entropy, loss_kernels
 from deskside.kernels.fused import Cast, Fp8, QkvLayout, reference
 from deskside.kernels.stored_weights import embedding
 from tests.gpu import card
@@ -242,7 +242,7 @@ def test_the_loss_kernel(entries: int, softcap: float | None, z_loss: float) -> 
     targets[5] = -100
     targets[6], targets[7] = 0, entries - 1
     logits[8, targets[8]] = 60.0  # certain: its probability rounds to one
-    arguments = (targets, softcap, z_loss)
+    arguments = (targets, LossOptions(softcap, z_loss))
     truth, slope = cross_entropy.chunk_loss_and_grad(logits.double(), *arguments)
     kernel = loss_kernels(logits)
     assert kernel is not cross_entropy
@@ -274,7 +274,7 @@ def test_the_loss_kernel(entries: int, softcap: float | None, z_loss: float) -> 
 def test_the_loss_kernel_far_below_zero(softcap: float | None, z_loss: float) -> None:
     """Where 1 + 2 z_loss lse, the factor of the probabilities, is zero or less."""
     logits = random(12, 40) - torch.arange(12.0, device=card.DEVICE)[:, None]
-    arguments = (torch.randint(0, 40, (12,), device=card.DEVICE), softcap, z_loss)
+    arguments = (torch.randint(0, 40, (12,), device=card.DEVICE), LossOptions(softcap, z_loss))
     truth, slope = cross_entropy.chunk_loss_and_grad(logits.double(), *arguments)
     losses, grad = loss_kernels(logits).chunk_loss_and_grad(logits, *arguments)
     torch.testing.assert_close(losses.double(), truth, rtol=1e-5, atol=1e-5)
@@ -290,6 +290,6 @@ def test_the_whole_loss(chunk_tokens: int) -> None:
     slopes = torch.autograd.grad(truth, leaves)
     hidden.requires_grad_()
     weight.requires_grad_()
-    loss = linear_cross_entropy(hidden, weight, targets, chunk_tokens=chunk_tokens)
+    loss = linear_cross_entropy(hidden, weight, targets, LossOptions(chunk_tokens=chunk_tokens))
     assert float(loss.detach()) == pytest.approx(float(truth.detach()), rel=1e-4)
     compare(torch.autograd.grad(loss, (hidden, weight)), slopes, 6e-3)

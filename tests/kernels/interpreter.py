@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,31 @@ def interpreted(module: str, function: str, *arguments: str) -> Any:
 
 
 def mend() -> None:
-    """Triton 3.6's interpreter takes int() of an array of one number, which numpy 2.4 no longer has."""
+    """Triton 3.6's interpreter takes int() of an array of one number, which numpy 2.4 no longer has.
+
+    And at each call of a device function it searches all of triton.language for functions to replace, which were
+    replaced when the kernel was launched.
+    """
+    from triton import language
     from triton.runtime import interpreter
 
-    patch = interpreter._patch_lang_tensor
+    patch_tensor, patch_language = interpreter._patch_lang_tensor, interpreter._patch_lang
 
-    def patched(tensor: Any, scope: Any) -> None:
-        patch(tensor, scope)
+    def patched_tensor(tensor: Any, scope: Any) -> None:
+        patch_tensor(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
-    interpreter._patch_lang_tensor = patched
+    @cache
+    def modules(function: Any) -> list[Any]:
+        return [m for m in (language, language.core) if any(m is v for v in function.__globals__.values())]
+
+    def patched_language(function: Any) -> Any:
+        if any(language.core.is_builtin(module.load) for module in modules(function)):
+            return patch_language(function)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang_tensor = patched_tensor
+    interpreter._patch_lang = patched_language
 
 
 if __name__ == "__main__":

@@ -14,8 +14,10 @@ from deskside.kernels import (
     adamw_triton,
     cross_entropy_triton,
     decode_triton,
+    dropout_triton,
     muon,
     muon_triton,
+    newton_schulz_triton,
     prefill_triton,
     stored_weights_triton,
 )
@@ -28,7 +30,7 @@ from deskside.kernels.adamw_state import (
     num_blocks,
 )
 from deskside.kernels.attention import AttentionContext
-from deskside.kernels.cross_entropy import FutureTargets
+from deskside.kernels.cross_entropy import FutureTargets, LossOptions
 from deskside.kernels.fused import launch, tiles
 from deskside.kernels.fused.reference import Cast, QkvLayout
 from deskside.kernels.moe import Routing, fp8_launch, grouped, moe_launch
@@ -108,6 +110,14 @@ def _rope() -> Iterator[CompileCase]:
                 launch.qk_norm_rope_backward,
                 *(grads, qkv, *weights, angles, layout, cast),
             )
+
+
+def _dropout() -> Iterator[CompileCase]:
+    position = _new(4, dtype=torch.int64)
+    for channels in (100, 768, 5120):
+        yield recorded(
+            f"dropout {channels}", CAPABILITIES, dropout_triton.dropout, _new(N, channels), position, 6554
+        )
 
 
 def _gated() -> Iterator[CompileCase]:
@@ -237,7 +247,7 @@ def _grouped_products() -> Iterator[CompileCase]:
 def _losses() -> Iterator[CompileCase]:
     targets = _new(N, dtype=torch.int64)
     for V, cap, z_loss in ((32768, None, 0.0), (50257, 15.0, 1e-4), (151936, None, 1e-4)):
-        arguments = (_new(N, V), targets, cap, z_loss)
+        arguments = (_new(N, V), targets, LossOptions(cap, z_loss))
         how = f"of {V}{'' if cap is None else ', capped'}"
         yield recorded(f"loss {how}", CAPABILITIES, cross_entropy_triton.chunk_loss, *arguments)
         yield recorded(
@@ -323,7 +333,11 @@ def _optimizers() -> Iterator[CompileCase]:
         square = _new(4, n, n, dtype=dtype)
         name = f"symmetric product of {n}, {str(dtype).removeprefix('torch.')}"
         arguments = (square, square, square, 1.0, square, 0.5, 0.5)
-        yield recorded(name, CAPABILITIES, symmetric_product, *arguments)
+        for target in CAPABILITIES:
+            with mock.patch.object(
+                newton_schulz_triton, "capability", lambda device, target=target: divmod(target, 10)
+            ):
+                yield recorded(f"{name} for {target}", (target,), symmetric_product, *arguments)
 
 
 def _frozen() -> Iterator[CompileCase]:
@@ -404,6 +418,7 @@ def _started_early(
 COMPILE_CASES = (
     *_norms(),
     *_rope(),
+    *_dropout(),
     *_gated(),
     *_tiles(),
     *_experts(),

@@ -77,10 +77,10 @@ def main() -> dict[str, float]:
     for N, E, k, normalise, align in (
         (37, 5, 2, True, 1),
         (37, 5, 2, True, 16),
-        (150, 8, 2, False, 1),
+        (70, 8, 2, False, 1),
         (9, 1, 1, True, 128),
-        (70, 16, 8, True, 16),
-        (8, 40, 3, True, 16),
+        (66, 16, 8, True, 2),
+        (8, 40, 3, True, 2),
         (4, 5, 2, True, 1),  # in one kernel, as are the next two
         (3, 8, 2, False, 16),
         (1, 16, 4, True, 1),

@@ -48,7 +48,7 @@ def quantized(name: str, kind: str, along: Along, dtype: torch.dtype) -> dict[st
 def by_expert(name: str, along: Along) -> dict[str, float]:
     """How much differs from the reference if each expert's rows are quantised by themselves."""
     operand, ends = OPERANDS[name], [128, 384, 512]
-    x = torch.cat([data("gauss", (n, 256)) * factor for n, factor in ((128, 1.0), (256, 1e-6), (128, 1e4))])
+    x = torch.cat([data("gauss", (n, 128)) * factor for n, factor in ((128, 1.0), (256, 1e-6), (128, 1e4))])
     x[500:] = 0.0  # padding
     signs = None
     if operand.fresh_signs:

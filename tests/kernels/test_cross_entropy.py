@@ -7,6 +7,7 @@ from torch import Tensor
 
 from deskside.kernels.cross_entropy import (
     FutureTargets,
+    LossOptions,
     linear_cross_entropy,
     multi_token_cross_entropy,
     token_losses,
@@ -49,19 +50,19 @@ def test_loss_and_gradients(
     hidden, weight = hidden.to(dtype), weight.to(dtype).to(torch.promote_types(dtype, torch.float32))
     losses, total, d_hidden, d_weight = expected(hidden, weight, targets, softcap, z_loss)
     hidden.requires_grad_(), weight.requires_grad_()
-    options = {"softcap": softcap, "z_loss": z_loss, "chunk_tokens": chunk_tokens}
-    loss = linear_cross_entropy(hidden, weight, targets, **options)
+    options = LossOptions(softcap, z_loss, chunk_tokens)
+    loss = linear_cross_entropy(hidden, weight, targets, options)
     (loss * 3.0).backward()
     assert hidden.grad is not None and weight.grad is not None
     assert weight.grad.dtype == weight.dtype and hidden.grad.dtype == dtype
     for got, truth in ((loss, total), (hidden.grad, d_hidden), (weight.grad, d_weight)):
         assert (got.double() - truth).norm() <= tolerance * truth.norm()
     assert not hidden.grad[7].any()
-    per_token = token_losses(hidden, weight, targets, **options)
+    per_token = token_losses(hidden, weight, targets, options)
     assert per_token.shape == (N,) and per_token[7] == 0
     assert (per_token.double() - losses).norm() <= tolerance * losses.norm()
     with torch.no_grad():
-        torch.testing.assert_close(linear_cross_entropy(hidden, weight, targets, **options), loss.detach())
+        torch.testing.assert_close(linear_cross_entropy(hidden, weight, targets, options), loss.detach())
 
 
 def future_of(targets: Tensor) -> FutureTargets:
@@ -83,8 +84,8 @@ def test_several_tokens(softcap: float | None, z_loss: float, dtype: torch.dtype
     hidden, weight, targets = problem()
     future = future_of(targets)
     hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
-    options = {"softcap": softcap, "z_loss": z_loss, "chunk_tokens": 7}
-    total, next_token = multi_token_cross_entropy(hidden, weight, targets, future, **options)  # type: ignore[arg-type]
+    options = LossOptions(softcap, z_loss, chunk_tokens=7)
+    total, next_token = multi_token_cross_entropy(hidden, weight, targets, future, options)
     assert not next_token.requires_grad
     (total * 3.0).backward()
     assert hidden.grad is not None and weight.grad is not None
@@ -97,20 +98,20 @@ def test_several_tokens(softcap: float | None, z_loss: float, dtype: torch.dtype
     for got, wanted in zip((total, hidden.grad, weight.grad), (truth, *gradients), strict=True):
         assert (got.double() - wanted).norm() <= tolerance * wanted.norm()
     none = FutureTargets(torch.full_like(future.targets_NK, -100), future.weights_K)
-    total, next_token = multi_token_cross_entropy(hidden, weight, targets, none, **options)  # type: ignore[arg-type]
+    total, next_token = multi_token_cross_entropy(hidden, weight, targets, none, options)
     assert total == next_token
-    torch.testing.assert_close(total, linear_cross_entropy(hidden, weight, targets, **options))  # type: ignore[arg-type]
+    torch.testing.assert_close(total, linear_cross_entropy(hidden, weight, targets, options))
 
 
 def test_only_the_needed_gradient() -> None:
     hidden, weight, targets = problem()
     *_, d_hidden, d_weight = expected(hidden, weight, targets, None, 0.0)
     weight.requires_grad_()
-    (linear_cross_entropy(hidden, weight, targets, chunk_tokens=8) * 3).backward()
+    (linear_cross_entropy(hidden, weight, targets, LossOptions(chunk_tokens=8)) * 3).backward()
     torch.testing.assert_close(weight.grad, d_weight)
     frozen = weight.detach()
     hidden.requires_grad_()
-    (linear_cross_entropy(hidden, frozen, targets, chunk_tokens=8) * 3).backward()
+    (linear_cross_entropy(hidden, frozen, targets, LossOptions(chunk_tokens=8)) * 3).backward()
     torch.testing.assert_close(hidden.grad, d_hidden)
 
 
@@ -139,7 +140,8 @@ def test_never_holds_more_logits_than_one_chunk() -> None:
 
     hidden, weight = torch.randn(512, 4, requires_grad=True), torch.randn(64, 4, requires_grad=True)
     with Watch():
-        linear_cross_entropy(hidden, weight, torch.zeros(512, dtype=torch.int64), chunk_tokens=64).backward()
+        targets = torch.zeros(512, dtype=torch.int64)
+        linear_cross_entropy(hidden, weight, targets, LossOptions(chunk_tokens=64)).backward()
     assert largest <= max(64 * 64, 512 * 4)
 
 
@@ -149,10 +151,11 @@ def test_compiled_chunk_equals_the_eager_one() -> None:
 
     hidden, weight, targets = problem()
     logits = hidden @ weight.T
-    for softcap, z_loss, future in ((None, 0.0, None), (5.0, 0.01, None), (5.0, 0.01, future_of(targets))):
+    capped = LossOptions(5.0, 0.01)
+    for options, future in ((LossOptions(), None), (capped, None), (capped, future_of(targets))):
         compiled = torch.compile(chunk_loss_and_grad, fullgraph=True, backend="eager")
-        got = compiled(logits.clone(), targets, softcap, z_loss, future)
-        expected = chunk_loss_and_grad(logits.clone(), targets, softcap, z_loss, future)
+        got = compiled(logits.clone(), targets, options, future)
+        expected = chunk_loss_and_grad(logits.clone(), targets, options, future)
         for one, other in zip(got, expected, strict=True):
             torch.testing.assert_close(one, other)
 
@@ -164,7 +167,7 @@ def test_cuda_bf16_equals_float64() -> None:
     hidden = torch.randn(100, 64, generator=g).cuda().bfloat16().requires_grad_()
     weight = (torch.randn(512, 64, generator=g) * 0.1).cuda().requires_grad_()
     targets = torch.randint(0, 512, (100,), generator=g).cuda()
-    loss = linear_cross_entropy(hidden, weight, targets, chunk_tokens=32)
+    loss = linear_cross_entropy(hidden, weight, targets, LossOptions(chunk_tokens=32))
     (loss * 3.0).backward()
     _, total, d_hidden, d_weight = expected(hidden.detach(), weight.detach(), targets, None, 0.0)
     assert hidden.grad is not None and weight.grad is not None

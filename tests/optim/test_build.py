@@ -9,9 +9,13 @@ import torch
 from torch import nn
 
 from deskside.budget.scaling import Scaling
+from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig, MuonConfig
+from deskside.model.init import initialize
+from deskside.model.transformer import Transformer
 from deskside.optim.build import Optimizer, build
 from deskside.utils.errors import RunError, UsageError
+from tests.model.tiny import TINY
 from tests.optim.models import NO_SCALING, backward, make, weights
 
 CONFIGS = [
@@ -52,6 +56,50 @@ def test_adamw_equals_torch_in_float64() -> None:
         oracle.zero_grad()
     for name, value in weights(model).items():
         torch.testing.assert_close(value, weights(oracle_model)[name], atol=1e-12, rtol=1e-12)
+
+
+def test_fifty_clipped_scaled_and_skipped_steps_of_a_transformer_equal_torch() -> None:
+    """With the schedule's rates, all that a training step does to AdamW: its trajectory is torch's."""
+    config = AdamWConfig(lr=0.01, embedding_lr=0.05, weight_decay=0.3, grad_clip=1.8)
+    scaling = Scaling(lr=7.0, embedding_lr=0.3, weight_decay=2.0)
+    model, oracle_model = Transformer(ModelConfig(**TINY)), Transformer(ModelConfig(**TINY))
+    initialize(model, 0)
+    initialize(oracle_model, 0)
+    optimizer = build(model, config, scaling)
+    roles = {info.name: info.role for info in optimizer.parameters}
+    rates = {"embedding": 0.05 * 0.3, "vector": 0.01 * 0.3, "matrix": 0.01 * 0.3, "head": 0.01 * 0.3}
+    shrinks = 0.01 * 0.3 * 0.3 * 2.0  # of every weight but vectors, in a step at the peak
+    groups: list[dict[str, Any]] = [
+        {
+            "params": [p for name, p in oracle_model.named_parameters() if roles[name] == role],
+            "weight_decay": 0.0 if role == "vector" else shrinks / rate,
+            "role": role,
+        }
+        for role, rate in rates.items()
+    ]
+    oracle = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, fused=False, foreach=False)
+    generator = torch.Generator().manual_seed(0)
+    clipped = 0
+    for step in range(50):
+        rows = torch.randint(0, TINY["vocab_size"], (2, 9), generator=generator)
+        factor, skip = (step + 1) / 50, step % 7 == 3
+        for one in (model, oracle_model):
+            (one.loss(rows[:, :-1], rows[:, 1:]) / 16).backward()
+        optimizer.set_progress(factor, step / 50, step)
+        norm = optimizer.clip_and_norm(config.grad_clip)
+        optimizer.step(torch.tensor(float(skip)))
+        optimizer.zero_grad()
+        expected = torch.nn.utils.clip_grad_norm_(oracle_model.parameters(), config.grad_clip)
+        torch.testing.assert_close(norm, expected, rtol=1e-3, atol=0.0)
+        clipped += int(norm > config.grad_clip)
+        for group in oracle.param_groups:
+            group["lr"] = rates[group["role"]] * factor
+        if not skip:
+            oracle.step()
+        oracle.zero_grad()
+    assert 10 < clipped < 50
+    for (name, ours), theirs in zip(model.named_parameters(), oracle_model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-4, msg=name)
 
 
 def test_cautious_decay_of_tables_and_of_adamw_in_float64() -> None:
@@ -112,8 +160,14 @@ def test_groups_scaling_and_schedules() -> None:
     assert (unscaled.muon.momentum, unscaled.muon.weight_decay) == (0.95, 0.1)
     adamw = build(make(), AdamWConfig(lr=0.01, weight_decay=0.1), scaling)
     adamw.set_progress(1.0, 0.0, 0)
-    assert adamw.lr_groups() == pytest.approx({"weights": 0.0025, "vectors": 0.0025})
-    assert [g.weight_decay for g in adamw.adamw.groups] == [0.2, 0.0]
+    assert adamw.lr_groups() == pytest.approx({"weights": 0.0025, "embedding": 0.0025, "vectors": 0.0025})
+    assert [g.weight_decay for g in adamw.adamw.groups] == [0.2, 0.2, 0.0]
+    faster = build(make(), AdamWConfig(lr=0.01, embedding_lr=0.4, weight_decay=0.1), scaling)
+    faster.set_progress(1.0, 0.0, 0)
+    assert faster.lr_groups() == pytest.approx({"weights": 0.0025, "embedding": 0.1, "vectors": 0.0025})
+    assert [g.weight_decay for g in faster.adamw.groups] == pytest.approx([0.2, 0.2 / 40, 0.0])
+    with pytest.raises(UsageError, match=r"optim\.embedding_lr"):
+        build(make(tied=True), AdamWConfig(embedding_lr=0.4), scaling)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)

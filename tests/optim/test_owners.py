@@ -79,7 +79,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "two, momentum on the host": (2, {"offload": True}),
     "more ranks than matrices": (5, {"normalize": "none"}),
 }
-LONG = ("two, momentum on the host", "more ranks than matrices")
+LONG = ("three, bfloat16 momentum", "two, momentum on the host", "more ranks than matrices")
 
 
 @pytest.mark.parametrize(

@@ -109,11 +109,11 @@ def test_doctor_is_skipped_in_short_hours(monkeypatch: pytest.MonkeyPatch) -> No
 # Probe
 
 
-def surveying(monkeypatch: pytest.MonkeyPatch, outcome: child_process.Outcome) -> list[str]:
+def surveying(monkeypatch: pytest.MonkeyPatch, outcome: child_process.ProcessOutcome) -> list[str]:
     """The probe's children give this outcome, with results where it is ok; returns the list of what they were asked."""
     asked: list[str] = []
 
-    def run(target: str, arguments: dict[str, Any], timeout: float) -> child_process.Outcome:
+    def run(target: str, arguments: dict[str, Any], timeout: float) -> child_process.ProcessOutcome:
         asked.append(target.split(":")[1])
         if outcome.status != "ok":
             return outcome
@@ -133,7 +133,7 @@ def filled(folder: Path, machine: Machine) -> Store:
 
 
 def test_probe_measures_what_is_not_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = surveying(monkeypatch, child_process.Outcome("ok", None, "", 3.0))
+    asked = surveying(monkeypatch, child_process.ProcessOutcome("ok", None, "", 3.0))
     said: list[str] = []
     points = len(calibration_points(CARD.memory_bytes, "cuda"))
     result = phases.probe(CARD, open_store(tmp_path), 1e6, said.append)
@@ -146,7 +146,7 @@ def test_probe_measures_what_is_not_stored(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_probe_in_short_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = surveying(monkeypatch, child_process.Outcome("ok", None, "", 3.0))
+    asked = surveying(monkeypatch, child_process.ProcessOutcome("ok", None, "", 3.0))
     result = phases.probe(CARD, open_store(tmp_path / "empty"), 10.0, print)
     assert result["status"] == "skipped" and "10 s remain" in result["reason"]
     assert phases.probe(CARD, open_store(tmp_path / "empty"), -3.0, print)["reason"].count(" 0 s remain")
@@ -155,14 +155,14 @@ def test_probe_in_short_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_probe_waits_for_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = surveying(monkeypatch, child_process.Outcome("ok", None, "", 3.0))
+    asked = surveying(monkeypatch, child_process.ProcessOutcome("ok", None, "", 3.0))
     with open_store(tmp_path).measuring(CARD.card):
         result = phases.probe(CARD, open_store(tmp_path), 1e6, print)
     assert result == {"status": "skipped", "reason": "another probe is running"} and asked == []
 
 
 def test_failed_points_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    surveying(monkeypatch, child_process.Outcome("failed", None, "it broke", 3.0))
+    surveying(monkeypatch, child_process.ProcessOutcome("failed", None, "it broke", 3.0))
     result = phases.probe(CARD, open_store(tmp_path), 1e6, print)
     assert result["status"] == "nothing" and result["failed"] and "it broke" in result["failed"][0]
 
@@ -237,8 +237,9 @@ def test_nothing_measured_on_a_cpu(data: Path, tmp_path: Path, monkeypatch: pyte
     skipped, trains = phases.plan_lines(result)
     assert skipped.startswith("plan: skipped: Some CPU: this is the CPU")
     assert trains.startswith("trains the preset without a plan: 125M parameters, sequence length 2048;")
-    with pytest.raises(UsageError, match="this is the CPU"):
-        phases.plan(make_request(data, tmp_path), 6900.0)
+    for changes in ({}, {"preset": "124m", "own_corpus": True}):  # the mode needs a plan
+        with pytest.raises(UsageError, match="this is the CPU"):
+            phases.plan(make_request(data, tmp_path, **changes), 6900.0)
 
 
 def test_a_vocabulary_that_is_too_small_for_the_data(data: Path, tmp_path: Path) -> None:

@@ -46,12 +46,42 @@ def test_few_epochs_are_not() -> None:
 
 
 def test_what_the_user_gives_stays() -> None:
-    given = {"optim": {"weight_decay_epochs": 8.0}, "checkpoint": {"keep_best": False}}
+    # As the command line gives them: text that is not validated yet.
+    given = {"optim": {"weight_decay_epochs": "8"}, "checkpoint": {"keep_best": "false"}, "dropout": "0.1"}
     own = best(own_corpus=True, overrides=given)
     config, epochs = own.best.config, own.best.candidate.tokens[1] / UNIQUE
     assert config["optim"]["weight_decay_epochs"] == 8 and config["checkpoint"]["keep_best"] is False
     said = " ".join(own.reasons)
     assert f"weight decay is {epochs / 8:.1f} times" in said and "best checkpoint" not in said
+    assert config["dropout"] == 0.1 and "0.1 of the values" in said
+
+
+def test_what_a_file_of_the_user_sets_stays(tmp_path: Path) -> None:
+    """A key of a file has the rank of an option; the presets below it do not."""
+    file = tmp_path / "mine.toml"
+    lines = (
+        '[data]\npacking = "best-fit"',
+        '[evaluate]\nevery = "500 steps"',
+        "[optim]\nweight_decay_epochs = 8.0",
+    )
+    file.write_text("\n".join(('base = "124m"', *lines)))
+    request = ask(gpu="rtx4090", hours=1.0, preset=str(file), unique_tokens="20M", own_corpus=True)
+    plan = make_plan(request)
+    assert plan.best is not None
+    config = plan.best.config
+    assert config["data"]["packing"] == "best-fit" and config["evaluate"]["every"] == "500 steps"
+    assert config["optim"]["weight_decay_epochs"] == 8 and config["checkpoint"]["keep_best"] is True
+    assert "documents are shuffled" not in " ".join(plan.reasons)
+    assert "--data.packing" not in plan.best.command and "--checkpoint.keep_best true" in plan.best.command
+
+
+@pytest.mark.parametrize("given", [{"average": {"name": "ema"}}, {"evaluate": {"every": None}}])
+def test_a_refusal_names_the_mode(given: dict[str, Any]) -> None:
+    """The user has not asked for keep_best."""
+    with pytest.raises(UsageError, match=r"^--own-corpus: .*--checkpoint\.keep_best false"):
+        best(own_corpus=True, overrides=given)
+    kept = {**given, "checkpoint": {"keep_best": False}}
+    assert best(own_corpus=True, overrides=kept).best.config["checkpoint"]["keep_best"] is False
 
 
 @pytest.mark.parametrize("optim", [{"scale": False}, {"weight_decay": 0.0}])

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deskside.kernels.cross_entropy import linear_cross_entropy, token_losses
+from deskside.kernels.cross_entropy import LossOptions, linear_cross_entropy, token_losses
 from deskside.ops.linear import Embedding, Linear
 from deskside.ops.moe import Experts
 from deskside.precision.lora import Adapter, add_adapter, add_expert_adapters, add_trained_rows, is_adapted
@@ -203,11 +203,9 @@ def test_loss_of_a_head_with_rows(softcap: float | None, z_loss: float, table_tr
     targets = torch.randint(0, 11, (13,))
     targets[3], targets[:3] = -100, torch.tensor([1, 4, 9])
     wanted = [hidden, rows.rows, *([weight] if table_trains else [])]
-    ours = linear_cross_entropy(
-        hidden, weight, targets, softcap=softcap, z_loss=z_loss, chunk_tokens=5, rows=rows.pair
-    )
+    ours = linear_cross_entropy(hidden, weight, targets, LossOptions(softcap, z_loss, 5), rows.pair)
     with torch.no_grad():
-        losses = token_losses(hidden, weight, targets, softcap=softcap, z_loss=z_loss, rows=rows.pair)
+        losses = token_losses(hidden, weight, targets, LossOptions(softcap, z_loss), rows.pair)
     torch.testing.assert_close(losses.sum(), ours)
     whole = weight.double().index_copy(0, rows.ids, rows.rows.double())
     logits = hidden.double() @ whole.T

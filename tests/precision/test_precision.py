@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deskside.config.recipes import RECIPES
-from deskside.kernels.cross_entropy import FutureTargets, multi_token_cross_entropy
+from deskside.kernels.cross_entropy import FutureTargets, LossOptions, multi_token_cross_entropy
 from deskside.ops.composite import LayerNorm, RMSNorm
 from deskside.ops.linear import Embedding, Linear
 from deskside.precision import head
@@ -198,7 +198,7 @@ def test_the_heads_chunks_are_multiplied_in_groups(
     plan = head.QuantizedHead(Shared(Draws(0), DelayedScales(1), False, cache=False), False)
 
     def run(chunk_tokens: int) -> tuple[Tensor, ...]:
-        loss = plan(hidden, weight, targets, chunk_tokens=chunk_tokens)
+        loss = plan(hidden, weight, targets, LossOptions(chunk_tokens=chunk_tokens))
         return loss.detach(), *torch.autograd.grad(loss, (hidden, weight))
 
     truth = run(176)
@@ -221,11 +221,11 @@ def test_the_head_predicts_several_tokens() -> None:
     future = FutureTargets(torch.stack((targets.roll(-1), targets.roll(-2)), 1), torch.tensor([0.5, 0.25]))
     future.targets_NK[7] = -100
     plan = head.QuantizedHead(Shared(Draws(0), DelayedScales(1), False, cache=False), False)
-    options = {"softcap": 20.0, "z_loss": 1e-3, "chunk_tokens": 16}
+    options = LossOptions(softcap=20.0, z_loss=1e-3, chunk_tokens=16)
     found = []
     for loss, dtype in ((plan.multi_token, torch.float32), (multi_token_cross_entropy, torch.float64)):
         leaves = [hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()]
-        total, next_token = loss(*leaves, targets, future, **options)  # type: ignore[arg-type]
+        total, next_token = loss(leaves[0], leaves[1], targets, future, options)
         assert total > next_token and not next_token.requires_grad
         found.append([total.detach(), next_token, *torch.autograd.grad(total, leaves)])
     for ours, truth in zip(*found, strict=True):

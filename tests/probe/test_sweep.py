@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from deskside.measurements.store import Row, open_store
 from deskside.probe.grid import Point, needs_at_least_as_much_memory, order
 from deskside.probe.sweep import MEASURE_CARD, PointResult, Sweep
-from deskside.utils.child_process import Outcome
+from deskside.utils.child_process import ProcessOutcome
 from tests.measurements.test_store import MACHINE
 from tests.probe import fakes
 from tests.probe.test_grid import grid
@@ -35,7 +35,7 @@ class World:
     interrupt_at: int | None = None
     fail: bool = False
 
-    def run(self, target: str, arguments: Mapping[str, Any], timeout: float) -> Outcome:
+    def run(self, target: str, arguments: Mapping[str, Any], timeout: float) -> ProcessOutcome:
         self.begun.append(self.now)
         if target == MEASURE_CARD:
             return self._answer(fakes.measure_card(arguments["device"]), 15.0, timeout)
@@ -43,20 +43,20 @@ class World:
         if len(self.called) == self.interrupt_at:
             raise KeyboardInterrupt
         if self.fail:
-            return Outcome("failed", None, "RuntimeError: illegal access", 3.0)
+            return ProcessOutcome("failed", None, "RuntimeError: illegal access", 3.0)
         try:
             result = fakes.answer(arguments["spec"])
         except MemoryError as error:
             self.now += 6.0
-            return Outcome("oom", None, str(error), 6.0)
+            return ProcessOutcome("oom", None, str(error), 6.0)
         step = self.slower * result["step_seconds"]["median"]
         return self._answer(result, self.setup + max(2.0, 2 * step) + max(4.0, 5 * step) + 2 * step, timeout)
 
-    def _answer(self, result: dict[str, Any], seconds: float, timeout: float) -> Outcome:
+    def _answer(self, result: dict[str, Any], seconds: float, timeout: float) -> ProcessOutcome:
         self.now += min(seconds, timeout)
         if seconds > timeout:
-            return Outcome("timeout", None, f"no answer within {timeout:.0f} s", timeout)
-        return Outcome("ok", result, "", seconds)
+            return ProcessOutcome("timeout", None, f"no answer within {timeout:.0f} s", timeout)
+        return ProcessOutcome("ok", result, "", seconds)
 
     # SweepListener
     def start(self, pending: int) -> None:

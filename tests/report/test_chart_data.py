@@ -12,6 +12,16 @@ from deskside.study.results import Estimate
 positive = st.floats(1e-6, 1e9)
 
 
+@given(threshold=st.floats(1e-3, 100), times=st.floats(6, 1e4))
+def test_ticks_around_zero_are_a_decade_apart(threshold: float, times: float) -> None:
+    """An outlier is at least six thresholds away (forest_chart), and a decade of such an axis has room for a label."""
+    ticks = chart_data.symmetric_log_ticks(threshold, threshold * times)
+    assert ticks == [-tick for tick in reversed(ticks)] and 3 <= len(ticks) <= 5
+    above = [tick for tick in ticks if tick > 0]
+    assert threshold * 0.99 <= above[0] and above[-1] <= threshold * times * 1.01
+    assert len(above) == 1 or above[1] >= 9.99 * above[0]
+
+
 @st.composite
 def estimates(draw: st.DrawFn) -> Estimate:
     mean = draw(positive)

@@ -196,7 +196,9 @@ def test_whole_run(whole: tuple[Path, Page, str]) -> None:
     assert markdown.count("| precision | fp8-delayed, emulated |") == 2
     assert "12.3M parameters, trained on 6.55M tokens in 2 min 52 s" in " ".join(markdown.split())
     energy = 290 * 16384 * sum(1 / metric(step)["tokens_per_second"] for step in range(1, 401)) / 3.6e6
-    assert f"energy: {energy:.4f} kWh (one GPU; 0.22 cents at $0.16 per kWh)" in " ".join(markdown.split())
+    assert f"energy: {1000 * energy:.1f} Wh (one GPU; 0.22 cents at $0.16 per kWh)" in " ".join(
+        markdown.split()
+    )
     assert "| 1,024 to 2,048 | 1.8750 | 500 |" in markdown
     assert "| model.hidden_size | 256 | 768 |" in markdown
     assert "| seed | 7 | 1 |" in markdown
@@ -215,10 +217,16 @@ def test_long_context_tasks_of_the_last_evaluation(tmp_path: Path) -> None:
     ]
     (folder / "long_context.json").write_text(json.dumps({"seed": 0, "step": 400, "cells": cells}))
     _, markdown = report(folder)
-    assert "| task | tokens | whole text | depth 0% | depth 50% |" in markdown
+    assert "| task | tokens | whole text | depth 0 % | depth 50 % |" in markdown
     rows = [[part.strip() for part in line.split("|")[1:-1]] for line in markdown.splitlines()]
-    assert ["passkey", "512", "", "25%", "100%"] in rows and ["passkey", "2,048", "", "not known", ""] in rows
-    assert ["frequent_words", "512", "33%", "", ""] in rows
+    assert ["passkey", "512", "", "25 %", "100 %"] in rows and [
+        "passkey",
+        "2,048",
+        "",
+        "not known",
+        "",
+    ] in rows
+    assert ["frequent_words", "512", "33 %", "", ""] in rows
     (folder / "long_context.json").write_text("{")
     assert "long_context.json" in report(folder)[1]
 
@@ -328,7 +336,7 @@ def test_half_written_and_damaged_lines_are_told_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("objective", "unit"), [("sft", "1.250 nats"), ("dpo", "75.0%"), ("kto", "1.250"), ("grpo", "0.500")]
+    ("objective", "unit"), [("sft", "1.250 nats"), ("dpo", "75.0 %"), ("kto", "1.250"), ("grpo", "0.500")]
 )
 def test_only_losses_of_tokens_have_a_unit(objective: str, unit: str, tmp_path: Path) -> None:
     folder = make_run(tmp_path / "demo", steps=20)

@@ -317,7 +317,7 @@ def test_differences_are_rounded_and_not_changed(middle: float, reach: float, ve
     expected = [low, high] if verdict == "no difference shown" else [middle, low, high]
     assert len(shown) == len(expected)
     for seen, real in zip(shown, expected, strict=True):
-        assert math.isclose(seen, 100 * real, abs_tol=0.51 if abs(middle) >= 10 else 0.051)
+        assert math.isclose(seen, 100 * real, abs_tol=0.51 if abs(middle) >= 1 else 0.051)
     assert text.startswith("no difference shown (") == (verdict == "no difference shown")
 
 

@@ -6,16 +6,16 @@ The answers are those of prepared.py, so that every kind of content is seen.
 """
 
 import json
-import shutil
 import sys
 import tempfile
-from itertools import product
 from pathlib import Path
 
 from playwright.sync_api import Browser, sync_playwright
 
+from benchmarks.contact_sheet import FORMS, SIZES
+from tests.dashboard.browsing import CHROMIUM, serious_faults
 from tests.data.chat.templates import template
-from tests.serve.chat_page import DESKTOP, PHONE, TOOLS, ChatPage, PreparedServer
+from tests.serve.chat_page import TOOLS, ChatPage, PreparedServer
 from tests.serve.chatty import make_chatty
 
 QUESTION = "Write a Python function that finds prime numbers."
@@ -62,33 +62,38 @@ def take(chat: ChatPage, folder: Path, form: str) -> None:
     picture("rich")
 
 
-def take_all(browser: Browser, server: PreparedServer, folder: Path) -> None:
-    """Take the pictures of all forms, the last of each without the server."""
-    opened = {}
-    for (place, size), dark in product({"desktop": DESKTOP, "phone": PHONE}.items(), (False, True)):
-        form = f"{place}-{'dark' if dark else 'light'}"
-        opened[form] = ChatPage(browser, server.address, size, dark)
-        take(opened[form], folder, form)
-    server.kill()
-    for form, chat in opened.items():
+def take_all(browser: Browser, folder: Path) -> list[str]:
+    """Take the pictures of all forms, the last of each without the server. Return the faults of the pages."""
+    opened: dict[str, ChatPage] = {}
+    faults = []
+    with tempfile.TemporaryDirectory() as temporary:
+        _, run = make_chatty(Path(temporary))
+        (run / "chat_template.jinja").write_text(template("qwen3"), "utf-8")
+        server = PreparedServer(run)
+        try:
+            for form, scheme in FORMS:
+                name = f"{form}-{scheme}"
+                chat = opened[name] = ChatPage(browser, server.address, SIZES[form], scheme == "dark")
+                take(chat, folder, name)
+                found = [*chat.complaints, *serious_faults(chat.page)]
+                faults += [f"chat-{name}: {fault}" for fault in found]
+        finally:
+            server.kill()
+    for name, chat in opened.items():
         chat.send("Are you still there?")
         chat.page.get_by_text("Will be sent").wait_for()
-        chat.page.screenshot(path=folder / f"chat-gone-{form}.png")
+        chat.page.screenshot(path=folder / f"chat-gone-{name}.png")
+        faults += [f"chat-gone-{name}: {fault}" for fault in serious_faults(chat.page)]
+    return faults
 
 
 def main(folder: Path) -> None:
     """Take all pictures."""
-    chromium = shutil.which("chromium")
-    with tempfile.TemporaryDirectory() as temporary, sync_playwright() as playwright:
-        _, run = make_chatty(Path(temporary))
-        (run / "chat_template.jinja").write_text(template("qwen3"), "utf-8")
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        server = PreparedServer(run)
-        try:
-            take_all(browser, server, folder)
-        finally:
-            server.kill()
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        faults = take_all(browser, folder)
         browser.close()
+    sys.exit("\n".join(faults))
 
 
 if __name__ == "__main__":

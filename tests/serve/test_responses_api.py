@@ -202,6 +202,7 @@ def test_calls_are_items(folder: Path, tmp_path: Path) -> None:
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "c"}, "conversation"),
         ({"background": True}, "background"),
+        ({"background": 0.0}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"input": []}, "input"),
         ({"input": "the sea " * 5000}, "input"),

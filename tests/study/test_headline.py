@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 from scipy import stats
 
+from deskside.dashboard.run_table import study_row
+from deskside.study.narrative.findings import insights
 from deskside.study.narrative.headline import headlines
 from deskside.study.results import Arm, Results, Trial
 from deskside.study.stats.compare import compare
@@ -40,6 +42,17 @@ def test_the_best_has_the_best_mean_of_its_family(key: str) -> None:
         family = [arm for arm in WHOLE.arms if arm.baseline == headline.baseline.id]
         means = {arm.id: sum(t.metrics[key] for t in arm.finished()) / len(arm.finished()) for arm in family}
         assert headline.best.id == choose(means, key=lambda name: means[name])
+
+
+@pytest.mark.parametrize("last", [0.9, 1.0, 1.1])
+def test_terminal_report_and_dashboard_name_the_same_arm(last: float) -> None:
+    """Also where the means are equal: then it is the first arm of the study."""
+    results, group, metric = one({"a": [1.0, 1.0, 1.0], "b": [1.0, 1.0, 1.0], "c": [last] * 3})
+    best = "c" if last < 1 else "a"
+    (found,) = headlines(results, group, metric)
+    assert found.best.id == best
+    assert f": {best}, " in insights(results, "quality")[0]
+    assert f"best: {best}" in study_row(results, "made").details
 
 
 def test_a_clear_difference_is_shown() -> None:

@@ -1,6 +1,8 @@
 """Runs that average their weights: what is evaluated, exported and loaded is the average; training is not changed."""
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from deskside.train import objective
+from deskside.train.evaluation import Evaluator
 from deskside.train.loop.trainer import Trainer
+from deskside.train.objective import Evaluation
 from deskside.utils.errors import UsageError
 from deskside.weights.checkpoint import AVERAGE, WEIGHTS
 from deskside.weights.load import load_model
@@ -112,8 +116,37 @@ def test_a_resumed_run_has_the_same_average(
     assert summaries[0]["val_bpb"] == summaries[1]["val_bpb"]
 
 
+@pytest.mark.parametrize(
+    ("losses", "chosen"),
+    [((math.nan, 2.0, math.nan, 1.5, math.inf, 1.6), 0.6), ((math.nan,) * 6, 0.0)],
+    ids=["some", "all"],
+)
+def test_blends_whose_loss_is_not_finite(
+    losses: tuple[float, ...], chosen: float, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None of them is the best; they are recorded as null, and the checkpoint that has them can be read."""
+    original, left = Evaluator.evaluate, list(losses)
+
+    def evaluate(self: Evaluator, max_tokens: int | None) -> Evaluation:
+        evaluation = original(self, max_tokens)
+        if not self.average or self.average.updates < 7 or not left:
+            return evaluation
+        return replace(evaluation, metrics={**evaluation.metrics, "val_bpb": left.pop(0)})
+
+    monkeypatch.setattr(Evaluator, "evaluate", evaluate)
+    short = {"schedule": {"length": "10 steps"}, "evaluate": {"every": None}}
+    run = tiny_run.train(tmp_path, tiny_run.config(data, average={**EMA, "blend": "auto"}, **short)).run.path
+    entry = json.loads((run / "summary.json").read_text())["average"]
+    assert entry["blend"] == chosen
+    assert [row["val_bpb"] for row in entry["by_blend"]] == [x if math.isfinite(x) else None for x in losses]
+    state = json.loads((run / "checkpoints" / "step-000000010" / "state.json").read_text())
+    assert state["average"]["by_blend"] == entry["by_blend"]
+    assert ("not finite" in (run / "events.log").read_text()) == (chosen == 0.0)
+    assert load_model(run).step == 10
+
+
 def test_a_damaged_average_is_noticed(data: Path, tmp_path: Path) -> None:
-    """Its checkpoint is not used; the one before it is."""
+    """Its checkpoint is not used; the one before it is. The raw weights of the step can still be loaded."""
     run = tiny_run.train(tmp_path, tiny_run.config(data, average=EMA, **RUN)).run.path
     with (run / LAST / AVERAGE).open("r+b") as file:
         file.seek(-8, 2)
@@ -121,6 +154,8 @@ def test_a_damaged_average_is_noticed(data: Path, tmp_path: Path) -> None:
     told: list[str] = []
     assert load_model(run, warn=told.append).step == 15
     assert len(told) == 1 and AVERAGE in told[0]
+    assert load_model(run, warn=told.append, weights="raw").step == 20
+    assert len(told) == 1
 
 
 def test_both_evaluations_have_their_share_of_the_time(

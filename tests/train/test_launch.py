@@ -132,7 +132,8 @@ def test_a_failure_ends_all_and_says_why_once(
 
 def in_a_process(log: Path) -> "subprocess.Popen[bytes]":
     """A launch of two programs, in a process that can be killed and has nothing else to do."""
-    launching = "from deskside.train import launch; launch.STOP_SECONDS = 1; sys.exit(launch.launch([], 2))"
+    patience = "launch.STOP_SECONDS = launch.SETTLE_SECONDS = launch.GRACE_SECONDS = 1"
+    launching = f"from deskside.train import launch; {patience}; sys.exit(launch.launch([], 2))"
     code = f"import sys; sys.executable = {sys.executable!r}; {launching}"
     with log.open("wb") as file:
         return subprocess.Popen([PYTHON, "-c", code], cwd=ROOT, stderr=file)

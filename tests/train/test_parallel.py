@@ -71,7 +71,7 @@ def in_ranks(folder: Path, config: RunConfig, name: str, ranks: int = 2) -> tiny
 @pytest.mark.parametrize(
     "optim, ranks",
     [
-        ({"name": "muon", "grad_clip": 0.5}, 2),
+        ({"name": "muon", "grad_clip": 0.5, "ema_nesterov": 0.6}, 2),
         ({"name": "muon"}, 3),
         ({"name": "adamw", "grad_clip": 0.5}, 2),
     ],
@@ -80,7 +80,8 @@ def in_ranks(folder: Path, config: RunConfig, name: str, ranks: int = 2) -> tiny
 def test_processes_train_like_one(optim: dict[str, Any], ranks: int, data: Path, tmp_path: Path) -> None:
     """The same global batch, split among them, in one pass or in two."""
     batch = {"sequence_length": 32, "tokens": ranks * 128}
-    config = tiny_run.config(data, optim=optim, batch=batch, schedule=LENGTH, evaluate={"every": "10 steps"})
+    settings = {"optim": optim, "batch": batch, "schedule": LENGTH, "dropout": 0.1}
+    config = tiny_run.config(data, evaluate={"every": "10 steps"}, **settings)
     alone = tiny_run.train(tmp_path, config, "alone").run.path
     child = in_ranks(tmp_path, config, "together", ranks)
     assert child.wait() == 0, child.text()
@@ -158,13 +159,17 @@ def test_a_batch_that_two_cannot_share_is_one_line(data: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     "optim",
-    [{"name": "muon"}, pytest.param({"name": "adamw", "grad_clip": 0.5}, marks=pytest.mark.full)],
+    [
+        {"name": "muon", "ema_nesterov": 0.6},
+        pytest.param({"name": "adamw", "grad_clip": 0.5}, marks=pytest.mark.full),
+    ],
     ids=["muon", "adamw"],
 )
 def test_shards_train_like_one_process_and_resume_exactly(
     optim: dict[str, Any], data: Path, tmp_path: Path
 ) -> None:
     changes: dict[str, Any] = {"optim": optim, "schedule": LENGTH, "evaluate": {"every": "15 steps"}}
+    changes["dropout"] = 0.1
     alone = tiny_run.train(tmp_path, tiny_run.config(data, **changes), "alone").run.path
     config = tiny_run.config(data, parallel={"mode": "shard"}, **changes)
     straight = in_ranks(tmp_path, config, "straight")

@@ -40,7 +40,12 @@ def same(run: Path, other: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "ranks"),
     [
-        ("fp8-delayed", {"precision": SWITCHES, "batch": {"micro_tokens": 256}}, 1),
+        pytest.param(
+            "fp8-delayed",
+            {"precision": SWITCHES, "batch": {"micro_tokens": 256}},
+            1,
+            marks=pytest.mark.full,
+        ),
         ("fp8-delayed", {"model": EXPERTS, "precision": SWITCHES, "batch": {"micro_tokens": 512}}, 1),
         pytest.param("nvfp4-unbiased", {"model": EXPERTS}, 1, marks=pytest.mark.full),
         pytest.param(

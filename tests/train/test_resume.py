@@ -130,22 +130,30 @@ WIDER = {"hidden_size": 64, "intermediate_size": 128}  # matrices that are updat
                 "schedule": {"stages": STAGES},
                 "data": {"document_mask": True, "packing": "shuffled"},
                 "multi_token": {"weights": [0.5, 0.25]},
+                "dropout": 0.1,
             },
             29,
         ),
         (
             {
-                "optim": {**MUON, "row_floor": 0.35, "radial_brake": 0.5, "table_weight_decay": 0.1},
+                "optim": {
+                    **MUON,
+                    "row_floor": 0.35,
+                    "radial_brake": 0.5,
+                    "table_weight_decay": 0.1,
+                    "ema_nesterov": 0.6,
+                },
                 "schedule": {"batch_growth": 4, "batch_lr": "sqrt", "decay_power": 1.2, "tied_until": 0.4},
             },
             23,
         ),
-        (
+        pytest.param(
             {
                 "optim": {**ADAMW, "weights": "bfloat16", "states": "8bit"},
                 "batch": {**SLOWER, "micro_tokens": 256},
             },
             27,
+            marks=pytest.mark.full,
         ),
         (
             {

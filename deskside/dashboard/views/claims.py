@@ -35,8 +35,11 @@ def show(context: Context) -> None:
         return
     st.write(literal(claims_sentence(selection.unfiltered)))
     shown = _draw_filters(selection, claims)
+    missing = sum(claim.verdict == "not measured" for claim in claims)
+    hidden = missing and len(shown) + missing == len(claims)
+    others = "; select those that were not measured above" if hidden else ""
     st.caption(
-        f"{len(shown)} of {len(claims)} claims. Click on a claim for its source, scale and explanation."
+        f"{len(shown)} of {len(claims)} claims{others}. Click on a claim for its source, scale and explanation."
     )
     verdict_rows.draw([_row(claim) for claim in shown[:MAX_ROWS]], "claims")
     if len(shown) > MAX_ROWS:

@@ -5,6 +5,7 @@ import streamlit as st
 from deskside.dashboard import illustrations
 from deskside.dashboard.components import chart
 from deskside.dashboard.sidebar import Context
+from deskside.utils.format import percent
 
 QUERY_HEADS, HEAD_DIM, BATCH_ROWS = 16, 64, 16
 
@@ -37,7 +38,7 @@ def _draw_heads() -> None:
     cache_bytes = 2 * keys * HEAD_DIM * 2  # a key and a value per head, two bytes per number
     st.caption(
         f"With heads of {HEAD_DIM} in BF16, a layer keeps {cache_bytes:,} bytes per token of text: "
-        f"{keys / QUERY_HEADS:.0%} of what MHA keeps."
+        f"{percent(keys / QUERY_HEADS, 0)} of what MHA keeps."
     )
 
 

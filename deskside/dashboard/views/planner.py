@@ -25,12 +25,14 @@ from deskside.plan.planner import make_plan
 from deskside.plan.request import PlanQuestion, make_request
 from deskside.plan.what_fits import HOURS, FitRow, what_fits
 from deskside.study.results import Results
+from deskside.utils.console import command_lines
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.format import count, dollars, duration, gib, number, percent, plural
 
 THIS_MACHINE = "this machine"
 SEARCH_MODEL = "the best for the budget"
 DEFAULT_BUDGETS = {"hours": 24.0, "billion tokens": 3.0, "bits per byte to reach": 0.9}
+COMMAND_COLUMNS = 88
 MAX_RUNS = 200  # runs whose predictions are read
 MAX_DRAWN = 20
 
@@ -62,7 +64,13 @@ def _draw_controls(probes: str) -> PlanQuestion:
     )
     kind = second.selectbox("budget in", list(DEFAULT_BUDGETS), key="plan-kind", persist_state="session")
     amount = third.number_input(
-        "budget", 0.01, 1e6, DEFAULT_BUDGETS[kind], key=f"plan-amount-{kind}", persist_state="session"
+        "budget",
+        0.01,
+        1e6,
+        DEFAULT_BUDGETS[kind],
+        format="%g",
+        key=f"plan-amount-{kind}",
+        persist_state="session",
     )
     with st.expander("model, precision, number of cards, price"):
         first, second, third = st.columns(3)
@@ -122,7 +130,8 @@ def _draw_plan(sentence: str, plan: dict[str, Any]) -> None:
         st.dataframe(columns, width="stretch")
     recommended = next((band for band in plan["bands"] if band["recommended"]), None)
     if recommended is not None:
-        st.code(recommended["command"], language=None, wrap_lines=True)
+        command = "\n".join(command_lines(recommended["command"], COMMAND_COLUMNS, indent=0))
+        st.code(command, language=None, wrap_lines=True)
         st.caption("DIR: the directory that `deskside data prepare` wrote.")
     memory, speed = plan["memory"], plan["speed"]
     first, second = st.columns(2)
@@ -288,7 +297,9 @@ def _accuracy_text(accuracy: Accuracy) -> str:
             f"({number(accuracy.predicted)} predicted, {number(accuracy.measured)} measured); "
             f"the worst is {literal(worst.name)}, {percent(worst.ratio - 1, 0, signed=True)}"
         )
-    if accuracy.within_range is not None:
+    if accuracy.within_range is not None and len(accuracy.predictions) == 1:
+        text += f", {'within' if accuracy.within_range else 'outside'} the predicted range"
+    elif accuracy.within_range is not None:
         text += f"; {accuracy.within_range} within the predicted range"
     return text + "."
 

@@ -1,4 +1,4 @@
-"""Page of the report of a run or a study, as `deskside report` wrote it."""
+"""Page of the report of a run, a study or a search, as `deskside report` wrote it."""
 
 import shlex
 from pathlib import Path
@@ -18,10 +18,11 @@ POLICY = (
 
 
 def show(context: Context) -> None:
-    """Draw the page. The name of the run or study is in its address."""
+    """Draw the page. Its name is in the address."""
     st.title("Report")
     found = {name_below(run.path, context.root): run.path for run in context.scan.runs}
-    found |= {name_below(path, context.root): path for path in context.scan.studies}
+    others = (*context.scan.studies, *context.scan.searches)
+    found |= {name_below(path, context.root): path for path in others}
     if not found:
         empty_state(context)
         return

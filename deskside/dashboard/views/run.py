@@ -15,11 +15,11 @@ from deskside.dashboard.run_table import RUN, TRIAL, TableRow, cost_note, study_
 from deskside.dashboard.runs import progress
 from deskside.dashboard.scan import FoundRun, name_below
 from deskside.dashboard.sidebar import Context, literal
-from deskside.report.run_answer import loss_unit
+from deskside.report.run_answer import loss_unit, objective
 from deskside.report.run_chart_data import CHARTS, run_line
 from deskside.report.run_report import verdict
 from deskside.run.record import RunRecord, flatten, machine_name
-from deskside.utils.format import elapsed, plural, value_text
+from deskside.utils.format import elapsed, percent, plural, value_text
 
 MAX_RUNS = 8  # that are drawn together
 SILENT_SECONDS = 60.0  # a longer time since the last logged step is reported
@@ -106,7 +106,7 @@ def _draw_head(context: Context, chosen: Mapping[str, FoundRun]) -> None:
         st.write(literal(verdict(record)))
     details = [row.details, f"started {row.created[:16].replace('T', ' ')} UTC" if row.created else ""]
     st.caption(" · ".join(literal(part) for part in [*details, *record.problems, log.problem] if part))
-    with st.container(horizontal=True):
+    with st.container(horizontal=True, gap="medium"):
         numbers = key_numbers(row, newest_values(file_cache.metrics(run.path).rows))
         for label, value in numbers.items():
             if value is not None:
@@ -192,7 +192,7 @@ def _legend(rows: Sequence[TableRow]) -> str:
             f"{html.escape(row.title)}<br><small>{html.escape(row.details)}</small>",
             "" if row.bpb is None else f"{row.bpb:.4f}",
             "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
-            "" if row.mfu is None else f"{row.mfu:.1%}",
+            "" if row.mfu is None else percent(row.mfu, 1),
             "" if row.seconds is None else elapsed(row.seconds),
             row.status,
         )
@@ -217,7 +217,9 @@ def _draw_languages(record: RunRecord) -> None:
 
 def _draw_samples(chosen: Mapping[str, FoundRun]) -> None:
     for name, run in chosen.items():
-        texts = run_details.samples(file_cache.brief(run.path))
+        record = file_cache.brief(run.path)
+        texts = run_details.samples(record)
+        between = "\n" if objective(record) else ""  # an answer is not the rest of the question's line
         if len(chosen) > 1:
             st.subheader(literal(name))
         if not texts:
@@ -225,7 +227,7 @@ def _draw_samples(chosen: Mapping[str, FoundRun]) -> None:
         for sample in texts:
             title = f"<small>{html.escape(sample.title)}</small>" if sample.title else ""
             prompt, generated = html.escape(sample.prompt), html.escape(sample.text)
-            st.html(f'<div class="sample">{title}<b>{prompt}</b>{generated}</div>')
+            st.html(f'<div class="sample">{title}<b>{prompt}</b>{between}{generated}</div>')
             for title, other in sample.others.items():
                 with st.expander("Before training" if title == "before" else "Reference answer"):
                     st.code(other, language=None, wrap_lines=True)
@@ -245,6 +247,9 @@ def _draw_options(chosen: Mapping[str, FoundRun]) -> None:
     if len(records) == 1:
         st.caption("Select a second run above: the table then shows only the options in which they differ.")
         machine = records[next(iter(records))].environment
+        if not machine:
+            st.caption("The machine is unknown: the run has no environment.json.")
+            return
         st.subheader(f"Machine: {literal(machine_name(machine))}")
         facts = [{"fact": key, "value": value_text(value)} for key, value in flatten(machine).items()]
         st.dataframe(facts, hide_index=True, width="stretch")

@@ -1,4 +1,4 @@
-"""First page: the table of runs and studies, with filters. It is drawn again every few seconds."""
+"""First page: the table of runs, studies and searches, with filters. It is drawn again every few seconds."""
 
 from typing import Any
 
@@ -7,18 +7,25 @@ import streamlit as st
 from deskside.dashboard import file_cache, run_table, theme
 from deskside.dashboard.notes import empty_state, problem_rows
 from deskside.dashboard.run_details import cost_text
-from deskside.dashboard.run_table import RUN, STUDY, TRIAL, RowFilter, TableRow
+from deskside.dashboard.run_table import RUN, SEARCH, STUDY, TRIAL, RowFilter, TableRow
 from deskside.dashboard.sidebar import Context
-from deskside.utils.format import elapsed, plural
+from deskside.utils.format import elapsed, percent, plural
 
-KINDS = {"runs and studies": {RUN, STUDY}, "runs": {RUN}, "studies": {STUDY}, "trials of studies": {TRIAL}}
+KINDS = {
+    "runs, studies, searches": {RUN, STUDY, SEARCH},
+    "runs": {RUN},
+    "studies": {STUDY},
+    "searches": {SEARCH},
+    "trials": {TRIAL},
+}
+PAGES = {STUDY: "study", SEARCH: "search"}
 SORTED_NUMBERS = ("bpb", "tokens_per_second", "mfu", "seconds", "dollars")
 
 
 def show(context: Context) -> None:
     """Draw the page."""
     st.title("Runs and studies")
-    if not context.scan.runs and not context.scan.studies:
+    if not (context.scan.runs or context.scan.studies or context.scan.searches):
         empty_state(context)
         return
 
@@ -34,7 +41,7 @@ def _draw(context: Context) -> None:
     rows = file_cache.rows(scan, context.root)
     shown = _filtered(rows)
     counts = [f"{len(shown):,} of {plural(len(rows), 'row')}"]
-    if running := sum(row.status == "running" and row.kind != STUDY for row in rows):
+    if running := sum(row.status == "running" and row.kind in (RUN, TRIAL) for row in rows):
         counts.append(f"{plural(running, 'run')} training now")
     if not shown:
         st.info("No row passes the filters. Clear one of them.")
@@ -43,7 +50,7 @@ def _draw(context: Context) -> None:
         "counts": " · ".join(counts),
         "columns": run_table.columns(),
         "rows": [_row_data(row) for row in shown],
-        "paths": {name: context.pages[name].url_path for name in ("run", "study")},
+        "paths": {name: context.pages[name].url_path for name in ("run", "study", "search")},
     }
     _table()(key="run-table", data=table_data)
     first, second = st.columns((1, 3), vertical_alignment="center")
@@ -75,12 +82,12 @@ def _filtered(rows: list[TableRow]) -> list[TableRow]:
 
 def _row_data(row: TableRow) -> dict[str, Any]:
     """Return a row for the table: values to sort by and texts to show, by column."""
-    share = f" {row.progress:.0%}" if row.progress is not None else ""
+    share = f" {percent(row.progress, 0)}" if row.progress is not None else ""
     return {
         "name": row.name,
         "title": row.title,
         "details": row.details,
-        "page": "study" if row.kind == STUDY else "run",
+        "page": PAGES.get(row.kind, "run"),
         "status": row.status,
         "losses": [
             float(f"{loss:.4g}") for loss in row.losses
@@ -96,7 +103,7 @@ def _row_data(row: TableRow) -> dict[str, Any]:
             "status": f"{row.status}{share}",
             "bpb": "" if row.bpb is None else f"{row.bpb:.4f}",
             "tokens_per_second": "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
-            "mfu": "" if row.mfu is None else f"{row.mfu:.1%}",
+            "mfu": "" if row.mfu is None else percent(row.mfu, 1),
             "seconds": "" if row.seconds is None else elapsed(row.seconds),
             "dollars": "" if row.dollars is None else cost_text(row.dollars),
             "created": row.created[:16].replace("T", " "),

@@ -117,9 +117,7 @@ def _task_grams(texts: Sequence[str]) -> tuple[dict[int, tuple[NDArray[np.uint64
         for n in np.unique(size).tolist():
             start, hashes = words.ngrams(n, np.flatnonzero(size[words.text] == n))
             # once per item: the number of occurrences is then the number of items
-            _, where = np.unique(
-                np.stack([words.text[start].astype(np.uint64), hashes]), axis=1, return_index=True
-            )
+            _, where = np.unique(hashes ^ words.text_key[start], return_index=True)
             found.setdefault(n, []).append((hashes[where], words.ngrams(SHORTEST, start[where])[1]))
     limit = max(_TEMPLATE_ITEMS, _TEMPLATE_SHARE * len(texts))
     result = {}

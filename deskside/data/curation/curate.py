@@ -48,7 +48,7 @@ from deskside.utils.parsing import json_value, read_json_object
 from deskside.utils.progress import ProgressBar
 
 STATE, WORK, UNREADABLE, PAGE = "curate.json", "work", "removed/unreadable.jsonl", "report.md"
-VERSION = 2  # of the rules
+VERSION = 3  # of the rules
 DEFAULT_SIMILARITY = 0.7
 
 
@@ -110,7 +110,11 @@ class _UnreadableLog(BadInputLog):
 
 @dataclass
 class _Curation:
-    """A curation in progress. written: what `worker.write` returned, by number of the batch."""
+    """A curation in progress.
+
+    written: what `worker.write` returned, by number of the batch. all_text: checksum of all batches. is_copy: whether a
+    document is an exact duplicate, shape [documents].
+    """
 
     sources: list[Source]
     out: Path
@@ -118,6 +122,8 @@ class _Curation:
     written: dict[str, dict[str, Any]] = field(default_factory=dict)
     bad_input: dict[str, Any] = field(default_factory=dict)
     complete: bool = False
+    all_text: str = ""
+    is_copy: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_))
 
     def __post_init__(self) -> None:
         reading, options = self.options.reading, self.options
@@ -206,12 +212,11 @@ class _Curation:
 
     def run(self) -> dict[str, Any]:
         (self.out / WORK).mkdir(exist_ok=True)
-        reading = self.options.reading
-        self.count = reading.workers or cpu_cores()
+        workers = self.options.reading.workers or cpu_cores()
         arguments = (self.options.filters, self.options.languages, self.ngrams)
         pool: AbstractContextManager[WorkerPool | None] = contextlib.nullcontext()
-        if self.count > 1:
-            pool = WorkerPool(self.count, worker.start_worker, arguments)
+        if workers > 1:
+            pool = WorkerPool(workers, worker.start_worker, arguments)
         else:
             worker.start_worker(*arguments)
         with pool as opened:
@@ -251,7 +256,7 @@ class _Curation:
         try:
             with (
                 (self.out / UNREADABLE).open("wb") as log.file,
-                _Calls(pool, self.count) as calls,
+                _Calls(pool) as calls,
                 ProgressBar("analyse", None, "MB", quiet=self.options.reading.quiet) as bar,
             ):
                 for batch in self._batches(log):
@@ -295,7 +300,8 @@ class _Curation:
             # The first of several equal documents may itself be a near-duplicate of another, which is the one kept.
             copies = np.flatnonzero(original < np.arange(len(keep)))
             result[copies] = np.where(near[original[copies]] >= 0, near[original[copies]], original[copies])
-        self.is_copy = original < np.arange(len(keep))
+        # A copy of a near-duplicate has not the text of the document that is kept.
+        self.is_exact = (result >= 0) & (result == original)
         return np.where(keep, result, -2)
 
     def _write_all(self, pool: WorkerPool | None, kept_of: NDArray[np.int64], parts: Sequence[Path]) -> None:
@@ -308,7 +314,7 @@ class _Curation:
         origins: dict[int, str] = {}
         total = 0
         with (
-            _Calls(pool, self.count) as calls,
+            _Calls(pool) as calls,
             ProgressBar("write", None, "MB", quiet=self.options.reading.quiet) as bar,
         ):
             for batch in self._batches(BadInputLog()):
@@ -341,7 +347,7 @@ class _Curation:
             if verdict is not None:
                 result.append(Verdict(verdict[0], verdict[1]))
             elif other >= 0:
-                reason = worker.EXACT if self.is_copy[batch.first + i] else worker.NEAR
+                reason = worker.EXACT if self.is_exact[batch.first + i] else worker.NEAR
                 result.append(Verdict(reason, f"of {origins[other]}", origins[other]))
             else:
                 result.append(None)
@@ -392,7 +398,7 @@ class _Recorder:
 class _Calls:
     """Context manager of calls in worker processes, or here without a pool, each with a function for its result."""
 
-    def __init__(self, pool: WorkerPool | None, count: int) -> None:
+    def __init__(self, pool: WorkerPool | None) -> None:
         self.pool = pool
         self.running: list[tuple[Task[Any], Callable[[Any], None]]] = []
 

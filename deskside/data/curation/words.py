@@ -13,7 +13,8 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -142,6 +143,11 @@ class Words:
             self._hashes = Hashes(self.hash)
         return self._hashes.spans(start, end)
 
+    @cached_property
+    def text_key(self) -> NDArray[np.uint64]:
+        """A random number of each word's text, by which equal hashes of different texts are told apart."""
+        return mix(self.text.astype(np.uint64))
+
     def phrase(self, first: int, n: int) -> str:
         """Return the text from a word to the end of the n-th."""
         return self.code[self.start[first] : self.end[first + n - 1]].tobytes().decode("utf-32-le")
@@ -226,3 +232,26 @@ def pieces(text: str) -> list[str]:
         result.append(text[:cut])
         text = text[cut:]
     return [*result, text]
+
+
+def seams(parts: Sequence[str], count: int) -> list[str]:
+    """Return, for each place where `pieces` cut a text, the `count` words before and after it as one text.
+
+    A sequence of up to count + 1 words that lies across a cut is in one of them, also if it lies across several cuts.
+    """
+    result, before = [], ""
+    for part, following in pairwise(parts):
+        before = _edge(before + part, count, last=True)
+        result.append(before + _edge(following, count, last=False))
+    return result
+
+
+def _edge(text: str, count: int, last: bool) -> str:
+    """Return the end of a text (last) or its beginning with at least `count` whole words, or the whole text."""
+    size = 16 * count
+    while size < len(text):
+        edge = text[-size:] if last else text[:size]
+        if len(find_words([edge]).hash) > count:  # the word at the inner end may be cut
+            return edge
+        size *= 4
+    return text

@@ -1,4 +1,4 @@
-"""What worker processes do with a batch of documents: analyse them, and write them with their verdicts."""
+"""The work of the processes that curate: analyse the documents of a batch, and write them with their verdicts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 
 from deskside.data.corpus.heldout import text_hash
 from deskside.data.curation import quality
-from deskside.data.curation.contamination import EvaluationNgrams
+from deskside.data.curation.contamination import LONGEST, EvaluationNgrams
 from deskside.data.curation.language import LanguageIdentifier
 from deskside.data.curation.near_duplicates import MINIMA, signatures
-from deskside.data.curation.words import PIECE, find_words, pieces
+from deskside.data.curation.words import PIECE, find_words, pieces, seams
 from deskside.utils.files import fingerprint, write_atomically
 
 LANGUAGE, CONTAMINATED = "language", "contaminated"
@@ -33,7 +33,7 @@ _SAMPLES, _SAMPLE_CHARACTERS = 3, 300
 
 @dataclass
 class Findings:
-    """What was found in each document of a batch.
+    """The results of analysing the documents of a batch.
 
     hash: of the exact text, shape [documents, 2]. minima: shape [documents, MINIMA]. words: whether it has any.
     language: the identified one if it has none, "" if that is uncertain. verdict: (reason, detail) of the filter that
@@ -80,7 +80,7 @@ def analyse(texts: Sequence[bytes], languages: Sequence[str]) -> Findings:
             return
         words = find_words(block)
         np.minimum.at(minima, owner, signatures(words))
-        for name, values in quality.measure(words).items():
+        for name, values in quality.measure(words, _tools.filters).items():
             np.add.at(sums.setdefault(name, np.zeros(count)), owner, values)
         for piece, hit in _tools.ngrams.find(words).items():
             contaminated.setdefault(owner[piece], hit)
@@ -93,7 +93,12 @@ def analyse(texts: Sequence[bytes], languages: Sequence[str]) -> Findings:
         language, problem = _language(text, languages[i], _tools)
         found.append(language)
         removed.append(problem)
-        for piece in pieces(text):
+        parts = pieces(text)
+        for hit in (
+            _tools.ngrams.find(find_words(seams(parts, LONGEST - 1))).values() if len(parts) > 1 else ()
+        ):
+            contaminated.setdefault(i, hit)
+        for piece in parts:
             if size + len(piece) > _BLOCK:
                 flush()
                 size = 0

@@ -162,6 +162,7 @@ class PackedDataset:
             component_weights = temperature_weights(sizes, temperature)
         self.component_names, self.mixture = names, Mixture.of(component_weights)
         self.packings: list[Packing | ShuffledPacking] = []
+        self._shuffles_documents = packing == "shuffled"
         make: Any = pack if packing == "best-fit" else ShuffledPacking
         for number, name in enumerate(names):
             selected = component == number
@@ -272,7 +273,8 @@ class PackedDataset:
 
         out: an array of shape [3, n, T] to use for inputs, targets and positions.
         """
-        return self._gather(*self.locate(seed, positions), out, self._document_orders(seed, positions))
+        orders = self._document_orders(seed, positions) if self._shuffles_documents else None
+        return self._gather(*self.locate(seed, positions), out, orders)
 
     def rows_by_number(self, numbers: NDArray[np.int64]) -> RowBatch:
         """Return rows by number, 0 to num_rows - 1, in packing order."""

@@ -1,9 +1,9 @@
 """Packing that is new in every epoch: documents in a random order, one after the other, cut at the ends of rows.
 
 With best-fit packing (`packing`), only the order of the rows changes from epoch to epoch: a document always has the
-same neighbors, the same place in its row, and the same cuts. Over many epochs of a small corpus, a model can learn
-these by heart. Here, each epoch is a new permutation of all documents, read as one stream; row r holds the tokens
-r T to (r + 1) T of the stream. This is the document shuffling of slowrun (github.com/qlabs-eng/slowrun, train.py,
+same neighbors, the same place in its row, and the same cuts. Over many epochs of a small corpus, a model can memorize
+these. Here, each epoch is a new permutation of all documents, read as one stream; row r has the tokens r T to (r + 1) T
+of the stream. This is the document shuffling of slowrun (github.com/qlabs-eng/slowrun, train.py,
 `doc_shuffle`). Its price is that every row but the last is full, and so most rows cut a document.
 
 Every epoch has the same number of rows. So a position in the order of the data gives an epoch and a row without a look

@@ -264,3 +264,9 @@ def _transposed_words(fp8: Fp8) -> Tensor:
 def multiprocessors(device: torch.device) -> int:
     """Return the number of streaming multiprocessors of a GPU, or 4 for a CPU (Triton's interpreter)."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU, or 8.9 for a CPU (Triton's interpreter)."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 9)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from triton.errors import TritonError
 
-from deskside.kernels.fused.launch import ACTIVATION_IDS, ceil_div, next_power_of_2
+from deskside.kernels.fused.launch import ACTIVATION_IDS, capability, ceil_div, next_power_of_2
 from deskside.kernels.moe import moe_launch, reference, triton_grouped
 from deskside.kernels.moe.reference import Routing
 from deskside.kernels.nvfp4.matmul import TileConfig, tile_config
@@ -86,12 +86,6 @@ def supports(backend: Backend, device: torch.device, dtype: torch.dtype, sizes: 
         aligned = all(size % 8 == 0 for size in sizes)  # rows of a multiple of 16 bytes
         return dtype is torch.bfloat16 and aligned and (amd or capability(device)[0] in (9, 10))
     return dtype in TOLERANCE and not amd and capability(device) >= (8, 0)
-
-
-@cache
-def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU, or 8.9 for a CPU (Triton's interpreter)."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 9)
 
 
 @cache
@@ -176,6 +170,10 @@ def triton_matmul(x_SK: Tensor, weight: Tensor, ends_E: Tensor, transpose: bool)
     if not out.numel():
         return out
     tiles = grouped_tiles(x_SK.device, x_SK.dtype, ceil_div(S, E))
+    if (
+        M % SMALLEST_TILE
+    ):  # rows of the result are not aligned, and larger tiles spill registers to store them
+        tiles = replace(tiles, R=min(tiles.R, 64))
     row_tiles = _row_tiles(S, E, tiles.L)
     triton_grouped.grouped_matmul[(row_tiles * ceil_div(M, tiles.R),)](
         x_SK, weight, out, ends_E, row_tiles, M, K, E,

@@ -16,6 +16,7 @@ from deskside.study.results import (
     Comparison,
     Group,
     Results,
+    best_first,
     differing_label_parts,
     status_text,
 )
@@ -102,8 +103,7 @@ def findings_by_group(results: Results, goal: str) -> list[tuple[Group, list[str
 
 def _best(results: Results, goal: str, metric: Metric, arms: list[Arm]) -> str:
     """Return the finding about the best arm of a group, and about the arms that may be as good."""
-    sign = 1 if metric.better == "higher" else -1
-    best = max(arms, key=lambda arm: sign * arm.estimates[metric.key].mean)
+    best = best_first(arms, metric)[0]
     other_estimates = [
         estimate_text(best, other)
         for other in (BY_KEY[key] for key in GOALS.values())

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from deskside.study.narrative.findings import describe, estimate_text, family_size, undecided_arms
-from deskside.study.results import EXACT, NO_DIFFERENCE, TOO_FEW, Arm, Comparison, Group, Results
+from deskside.study.results import EXACT, NO_DIFFERENCE, TOO_FEW, Arm, Comparison, Group, Results, best_first
 from deskside.study.stats.metrics import Metric
 from deskside.utils.format import plural
 
@@ -48,8 +48,7 @@ def headlines(results: Results, group: Group, metric: Metric) -> list[Headline]:
 
 
 def _headline(results: Results, metric: Metric, family: list[Arm], baseline: Arm) -> Headline:
-    sign = 1 if metric.better == "higher" else -1
-    ranked = sorted(family, key=lambda arm: -sign * arm.estimates[metric.key].mean)
+    ranked = best_first(family, metric)
     best = ranked[0]
     compared = best if best.id != baseline.id else next(iter(ranked[1:]), best)
     comparison = compared.comparison(metric.key)

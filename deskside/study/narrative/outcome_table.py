@@ -3,7 +3,7 @@
 from rich.text import Text
 
 from deskside.study.narrative.findings import GOALS, baseline_name, findings_by_group, unfinished
-from deskside.study.results import EXACT, NO_DIFFERENCE, TOO_FEW, Arm, Comparison, Results
+from deskside.study.results import EXACT, NO_DIFFERENCE, TOO_FEW, Arm, Comparison, Results, best_first
 from deskside.study.stats.metrics import BY_KEY
 from deskside.utils.format import percent, percent_digits, percent_range
 from deskside.utils.printer import Cell, Printer
@@ -41,10 +41,9 @@ def verdict_text(comparison: Comparison) -> str:
 
 
 def _show_table(printer: Printer, results: Results, arms: list[Arm]) -> None:
-    sign = 1 if METRIC.better == "higher" else -1
     baselines = {arm.baseline for arm in arms}
     rows: list[list[Cell]] = []
-    for arm in sorted(arms, key=lambda arm: -sign * arm.estimates[METRIC.key].mean):
+    for arm in best_first(arms, METRIC):
         comparison = next((c for c in arm.comparisons if c.metric == METRIC.key), None)
         is_baseline = arm.id == arm.baseline
         if is_baseline:

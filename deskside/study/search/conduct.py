@@ -25,11 +25,12 @@ from deskside.study.search.outcome import (
     comparison,
     preset_text,
     search_trials,
+    settings_text,
     write_outcome,
 )
 from deskside.study.search.search_folder import SEED, SearchFolder, SearchPlan, SpentTime
 from deskside.study.search.search_folder import WINNER as WINNER_FILE
-from deskside.study.search.search_queue import GROUP, SearchQueue, settings_of, settings_text
+from deskside.study.search.search_queue import GROUP, SearchQueue, settings_of
 from deskside.study.search.space import settings_layer
 from deskside.study.search.suggestions import Suggestions
 from deskside.study.spec.expand import PlannedArm
@@ -48,19 +49,30 @@ def conduct(
 
     target: as in `Runner`. Raises RunError, for example if no trial can run.
     """
-    if not folder.trials.begun:
-        prepare_all([PlannedArm(DEFAULT, DEFAULT, GROUP, {}, DEFAULT, plan.trial(), "")], say)
-        folder.trials.create(_study(plan, GROUP, f"trials of {plan.name}", [], 1), DEFINITION)
     spent = SpentTime(folder.path)
     devices = len(executor.devices())
+    if not folder.trials.begun:
+        write_outcome(_outcome(plan, [], None, None, devices, spent.seconds(), complete=False), folder.path)
+        prepare_all([PlannedArm(DEFAULT, DEFAULT, GROUP, {}, DEFAULT, plan.trial(), "")], say)
+        folder.trials.create(_study(plan, GROUP, f"trials of {plan.name}", [], 1), DEFINITION)
     with folder.trials.lock(say) as lock:
         runner = Runner(folder.trials, folder.trials.read(), executor, lock=lock, target=target)
         suggestions = Suggestions(folder.path, plan.space, plan.sampler, plan.prune, plan.seed, plan.name)
         queue = SearchQueue(plan, suggestions, runner, check, spent, devices)
+
+        def write_progress() -> None:
+            trials = search_trials(suggestions.trials())
+            best = best_trial(trials)
+            outcome = _outcome(plan, trials, best, None, devices, spent.seconds(), complete=False)
+            outcome.importances.update(suggestions.importances())
+            write_outcome(outcome, folder.path)
+
+        queue.on_change = write_progress
         # The winner stays what it was when its confirmation began, also if a resume had time for more trials.
         stopped = None if folder.confirm.begun else runner.run_queue(queue)
         runner.write_results()
         spent.save()
+        write_progress()
         trials = search_trials(suggestions.trials())
         best, results = best_trial(trials), None
         if stopped is None and best is not None and best.number != 0:
@@ -70,7 +82,7 @@ def conduct(
             results, stopped = _confirm(folder, plan, parameters, best, executor, spent, queue, target)
             write_preset(folder, plan, parameters, answer(plan, best, results))
         spent.save()
-        outcome = _outcome(plan, trials, best, results, devices, spent.seconds())
+        outcome = _outcome(plan, trials, best, results, devices, spent.seconds(), stopped is None)
         if outcome.trials:
             outcome.importances.update(suggestions.importances())
         write_outcome(outcome, folder.path)
@@ -170,6 +182,7 @@ def _outcome(
     results: Results | None,
     devices: int,
     spent_seconds: float,
+    complete: bool,
 ) -> Outcome:
     confirmed = comparison(results)
     means = {arm.id: arm.estimate(QUALITY) for arm in results.arms} if results is not None else {}
@@ -189,6 +202,7 @@ def _outcome(
         default_mean=None if default is None else default.mean,
         winner_mean=None if winner is None else winner.mean,
         confirmed_on="the target" if plan.confirm_at_target else "the trials' proxy",
-        answer=answer(plan, best, results),
+        answer=answer(plan, best, results, complete),
         spent_seconds=spent_seconds,
+        complete=complete,
     )

@@ -9,18 +9,36 @@ from pydantic import TypeAdapter, ValidationError
 
 from deskside.config.base import first_problem
 from deskside.config.imported import toml_value
-from deskside.study.results import Comparison, Results
+from deskside.study.results import Comparison, Results, status_text
 from deskside.study.search.search_folder import RESULT, SearchPlan
-from deskside.study.search.search_queue import REFUSED, REPEATED, arm_id, settings_text
 from deskside.study.search.suggestions import Suggested
 from deskside.study.stats.metrics import QUALITY
 from deskside.utils import strict_json
 from deskside.utils.errors import RunError
 from deskside.utils.files import write_atomically
-from deskside.utils.format import plural
+from deskside.utils.format import plural, value_text
 from deskside.utils.parsing import json_value
 
 DEFAULT, WINNER = "default", "winner"  # arms of the confirmation
+REFUSED, REPEATED = (
+    "infeasible",
+    "repeated",
+)  # statuses of trials that never started, besides those of the runner
+
+
+def arm_id(trial: int) -> str:
+    """Return the id of the arm of a trial."""
+    return f"trial-{trial:04d}"
+
+
+def settings_text(settings: dict[str, Any]) -> str:
+    """Return settings as text: "optim.lr 0.02, model.depth 8"."""
+    return ", ".join(f"{key} {value_text(value)}" for key, value in settings.items())
+
+
+def trial_status_text(status: str) -> str:
+    """Return a trial's status as tables show it."""
+    return "refused by the planner" if status == REFUSED else status_text(status)
 
 
 @dataclass(frozen=True)
@@ -46,6 +64,7 @@ class Outcome:
         confirmed: Comparison of the winner with the default on fresh seeds in bits per byte; None without one.
         default_mean, winner_mean: Means over the fresh seeds.
         spent_seconds: On the clock, the confirmation included.
+        complete: False until the search has ended; then a trial may be "running", and `winner` is the best so far.
     """
 
     name: str
@@ -65,6 +84,7 @@ class Outcome:
     confirmed_on: str = ""
     answer: str = ""
     spent_seconds: float = 0.0
+    complete: bool = True
 
     def counts(self) -> dict[str, int]:
         """Return the number of trials by status."""
@@ -110,8 +130,11 @@ def best_trial(trials: list[SearchTrial]) -> SearchTrial | None:
     return min(finished, key=lambda trial: (trial.loss, trial.number), default=None)
 
 
-def answer(plan: SearchPlan, best: SearchTrial | None, results: Results | None) -> str:
+def answer(plan: SearchPlan, best: SearchTrial | None, results: Results | None, complete: bool = True) -> str:
     """Return the answer in one sentence. results: of the confirmation, None without one."""
+    if not complete:
+        found = "no trial has finished" if best is None or best.loss is None else _best_text(best)
+        return f"The search has not ended; so far, {found}."
     if best is None:
         return "No trial finished, so nothing was found."
     if best.number == 0:
@@ -131,6 +154,11 @@ def answer(plan: SearchPlan, best: SearchTrial | None, results: Results | None) 
     )
     interval = f"95 % interval {confirmed.low:+.4f} to {confirmed.high:+.4f}"
     return f"{what}: {difference} ({interval}) over {plural(confirmed.n, 'fresh seed')}{where}: {verdict}."
+
+
+def _best_text(best: SearchTrial) -> str:
+    settings = "the default" if best.number == 0 else settings_text(best.settings)
+    return f"the best is trial {best.number} with {best.loss:.4f} bits per byte: {settings}"
 
 
 def comparison(results: Results | None) -> Comparison | None:

@@ -4,10 +4,9 @@ from typing import Any
 
 from deskside.budget.shape import num_params
 from deskside.study.search.memory_check import MemoryCheck
-from deskside.study.search.outcome import Outcome
+from deskside.study.search.outcome import Outcome, settings_text
 from deskside.study.search.search_budget import Division
 from deskside.study.search.search_folder import SearchPlan
-from deskside.study.search.search_queue import settings_text
 from deskside.study.search.suggestions import REDUCTION_FACTOR, RUNGS
 from deskside.utils.format import count, duration, gib, plural
 from deskside.utils.printer import Printer

@@ -28,7 +28,7 @@ SHRINK_BELOW = 2 / 3  # share of the target's time below which the model shrinks
 
 @dataclass(frozen=True)
 class Proxy:
-    """How the trials differ from the target.
+    """The model and length of the trials, as changes of the target.
 
     Attributes:
         layer: Configuration on top of the target's; empty if the trials train the target's model.

@@ -1,4 +1,4 @@
-"""How the hours of a search are divided: the length of a trial, the number of trials, the share of the confirmation."""
+"""The division of a search's hours: length and number of its trials, and the share of the confirmation."""
 
 from dataclasses import dataclass
 

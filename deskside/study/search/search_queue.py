@@ -6,6 +6,7 @@ is started).
 """
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,12 +19,13 @@ from deskside.study.execute.runner import PRUNED, Runner
 from deskside.study.execute.study_progress import RemainingTime
 from deskside.study.execute.trial_queue import ArmAndSeed
 from deskside.study.search.memory_check import MemoryCheck
+from deskside.study.search.outcome import REFUSED, REPEATED, arm_id, settings_text
 from deskside.study.search.search_folder import SEED, SearchPlan, SpentTime
 from deskside.study.search.space import value_of
 from deskside.study.search.suggestions import RUNGS, Suggestions
 from deskside.study.spec.expand import PlannedArm
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.format import percent, value_text
+from deskside.utils.format import percent
 
 GROUP = "search"
 READ_SECONDS = 0.5  # between two looks at the metrics of a running trial
@@ -33,15 +35,6 @@ MAX_MISSES, MAX_FAILED = (
     3,
 )  # suggestions in a row that are impossible or repeated; trials that fail at first
 NOT_POSSIBLE = ("oom", "diverged", "refused")
-REFUSED, REPEATED = (
-    "infeasible",
-    "repeated",
-)  # states of trials that were never started, besides the runner's statuses
-
-
-def arm_id(trial: int) -> str:
-    """Return the id of the arm of a trial."""
-    return f"trial-{trial:04d}"
 
 
 def trial_number(arm: PlannedArm) -> int:
@@ -53,11 +46,6 @@ def settings_of(plan: SearchPlan, config: RunConfig) -> dict[str, Any]:
     """Return the searched keys of a configuration with their values."""
     key_of = {"model.depth": "model.num_hidden_layers"}
     return {one.key: value_of(config, key_of.get(one.key, one.key)) for one in plan.space}
-
-
-def settings_text(settings: dict[str, Any]) -> str:
-    """Return settings as text: "optim.lr 0.02, model.depth 8"."""
-    return ", ".join(f"{key} {value_text(value)}" for key, value in settings.items())
 
 
 @dataclass
@@ -110,6 +98,7 @@ class SearchQueue:
             if one.state == "complete" and one.attributes.get("seconds") is not None
         ]
         self._failures = 0  # in a row
+        self.on_change: Callable[[], None] = lambda: None  # is called when a trial is given out or has ended
         runner.display.remaining_time = _TimeLeft(spent, 3600 * plan.hours)
         self.catch_up()
 
@@ -136,6 +125,12 @@ class SearchQueue:
                 self._resumed.append((known, SEED))
 
     def take(self) -> ArmAndSeed | None:
+        taken = self._take()
+        if taken is not None:
+            self.on_change()
+        return taken
+
+    def _take(self) -> ArmAndSeed | None:
         if self._resumed:
             return self._resumed.popleft()
         most = self._plan.max_trials
@@ -219,6 +214,7 @@ class SearchQueue:
             self._suggestions.refuse(key, 1.0, **told)
         else:
             self._suggestions.fail(key, **told)
+        self.on_change()
         if self._failures == MAX_FAILED and not any(one.value for one in self._suggestions.trials()):
             raise RunError(f"the first {MAX_FAILED} trials did not finish; the last: {history.reason}")
 

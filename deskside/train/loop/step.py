@@ -1,7 +1,8 @@
 """One optimizer step: forward and backward of all micro-batches, checks, update. Its metrics are read later."""
 
+import contextlib
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -153,6 +154,14 @@ class Stepper:
             if block.attn.window is not None:
                 block.attn.window = window or self.model.config.sliding_window
 
+    @contextlib.contextmanager
+    def final_window(self) -> Iterator[None]:
+        """Context manager in which the model has its own window, as after the run, and not that of a stage."""
+        window = self.window
+        self.set_window(None)
+        yield
+        self.set_window(window)
+
     def loss(self, batch: Batch) -> Loss:
         """Return the objective's loss of a micro-batch, or of this process's part of it if processes share rows."""
         tokens, ranks = batch.tokens_BT.shape[1], self.world.context
@@ -201,8 +210,16 @@ class Stepper:
             average.update(progress)
 
     def begin_step(self, step: int, passes: int, dry: bool = False) -> None:
-        """Prepare for the passes of step number `step`."""
+        """Prepare for the passes of step number `step`. A dry step only allocates what the preparation needs."""
+        if (ema := self.optimizer.ema) is not None:
+            self.wait_for_weights()
+            if dry:
+                ema.create_state()
+            else:
+                ema.move()  # before `precision` forgets the converted weights
         self.precision.begin_step(step)
+        if self.context.dropout is not None:
+            self.context.dropout.begin_step(step)
         self.gradient_sums.begin_step(step)
         self.buckets.begin_step(overlap=not dry)
         if self.separate_gradients is not None:
@@ -240,31 +257,39 @@ class Stepper:
         The loss is divided by the number of targets in all micro-batches of all processes, so it depends neither on
         packing nor on gradient accumulation. With a sharded model, the gradients are summed over all processes.
         """
-        num_valid_step, names = micro_batches[0].num_valid_step, self.objective.metric_names
-        sums = self._new_sums()
+        sums, dropout = self._new_sums(), self.context.dropout
         self.gradient_sums.begin_passes(len(micro_batches))
+        # The loader gives each process the next part of the step's rows.
+        token = self.world.reader * sum(batch.tokens_BT.numel() for batch in micro_batches)
         for index, batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
             self.buckets.begin_pass(is_last)
             if self.world.sharded:
                 set_gradient_sync(self.model, is_last)
-            batch_loss = self.loss(batch)
-            loss = batch_loss.sum / num_valid_step
-            sums[0] += loss.detach()
-            for i, name in enumerate(names, start=1):
-                sums[i] += batch_loss.metric_sums[name]
-            if batch_loss.router is not None:
-                share = batch.num_valid / num_valid_step
-                loss = loss + self.routers.loss(batch_loss.router, share, sums[1 + len(names) :])
-            if self.separate_gradients is not None:
-                self.separate_gradients.begin_backward(loss)
-            loss.backward()
-            self.gradient_sums.end_pass()
-            if self.separate_gradients is not None:
-                self.separate_gradients.end_pass()
+            with contextlib.nullcontext() if dropout is None else dropout.passing(token):
+                self._pass(batch, sums)
+            token += batch.tokens_BT.numel()
         if self.world.context is not None:  # each process has the routers' sums of the whole rows
-            sums[1 + len(names) :] /= self.world.context.size
+            sums[1 + len(self.objective.metric_names) :] /= self.world.context.size
         return sums
+
+    def _pass(self, batch: Batch, sums: Tensor) -> None:
+        """Forward and backward of one micro-batch. Its loss and its other sums are added to `sums`."""
+        num_valid_step, names = batch.num_valid_step, self.objective.metric_names
+        batch_loss = self.loss(batch)
+        loss = batch_loss.sum / num_valid_step
+        sums[0] += loss.detach()
+        for i, name in enumerate(names, start=1):
+            sums[i] += batch_loss.metric_sums[name]
+        if batch_loss.router is not None:
+            share = batch.num_valid / num_valid_step
+            loss = loss + self.routers.loss(batch_loss.router, share, sums[1 + len(names) :])
+        if self.separate_gradients is not None:
+            self.separate_gradients.begin_backward(loss)
+        loss.backward()
+        self.gradient_sums.end_pass()
+        if self.separate_gradients is not None:
+            self.separate_gradients.end_pass()
 
     def _new_sums(self) -> Tensor:
         size = 1 + len(self.objective.metric_names) + self.routers.num_sums

@@ -5,6 +5,7 @@ for the host. Evaluation, checkpoints and the end of the run first wait for the 
 between `DeviceEvent`s, because the host may read the metrics long after they were ready.
 """
 
+import math
 import statistics
 import time
 from collections import deque
@@ -12,9 +13,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from deskside.budget.shape import flops_per_token
+from deskside.budget.adapters import training_flops_per_token
+from deskside.config.step_options import adapter_spec
 from deskside.data.reading.loader import Batch, LoaderOptions
-from deskside.optim.lr_schedule import lr_factor
+from deskside.optim.lr_schedule import lr_factor, warmup_share
 from deskside.train.loop.callbacks import RunLog
 from deskside.train.loop.clock import (
     OVERRUN,
@@ -119,7 +121,10 @@ class Trainer:
         self.evaluate, self.complete_row = evaluate, complete_row
         # GRPO counts a short answer as a whole row and KTO runs more forward passes, so their FLOPs are not known.
         self._flops = (
-            [flops_per_token(self.config.model, stage.sequence_length) for stage in stages]
+            [
+                training_flops_per_token(self.config.model, stage.sequence_length, adapter_spec(self.config))
+                for stage in stages
+            ]
             if not stepper.objective.reads_weights
             else None
         )
@@ -131,6 +136,7 @@ class Trainer:
         self._pending: PendingStep | None = None
         self._last_end: DeviceEvent | None = None  # of the last step that was read, or of a pause
         self._stage = -1
+        self._explained_spike = False
         self._saved_step = progress.step  # of the last checkpoint
         self._loader: Batches | None = None
 
@@ -197,7 +203,7 @@ class Trainer:
         best: float | None = None  # the validation loss if it is the lowest so far
         try:
             if evaluate and not done:
-                row |= self.evaluate()
+                row |= self._evaluate()
                 loss = validation_loss(row)
                 best = loss if loss is not None and self.checkpointer.is_best(loss) else None
         finally:
@@ -210,6 +216,13 @@ class Trainer:
         self.paused_seconds += time.perf_counter() - pause_started
         self._resume()
         return must_stop and not done
+
+    def _evaluate(self) -> dict[str, float]:
+        """Evaluate; in the window of the final model, if losses of different stages are compared."""
+        if self.config.checkpoint.keep_best or self.config.evaluate.stop_early:
+            with self.stepper.final_window():
+                return self.evaluate()
+        return self.evaluate()
 
     def _save_before_end(self) -> None:
         """Log the last step and save a checkpoint of it, if there is none."""
@@ -308,6 +321,7 @@ class Trainer:
         self._last_end = step.metrics.end
         if skipped:
             self.log.event(f"step {row['step']} skipped: {why_skipped}")
+            self._explain_early_spike(row["step"], norm)
         if self.stepper.guard.too_many_skips:
             raise TooManySkips(f"{self.config.guard.max_skips} steps in a row had to be skipped")
         row |= {"seconds": self.clock.seconds(), "loss": loss, "grad_norm": norm}
@@ -316,6 +330,17 @@ class Trainer:
         by_layer = row["step"] % LAYER_METRICS_EVERY == 0 or self.plan.done(row["step"])
         row |= self.stepper.routers.metrics(step.metrics.router_sums(), by_layer)
         return self.complete_row(row, flops_per_second)
+
+    def _explain_early_spike(self, step: int, norm: float) -> None:
+        """Log once what helps if gradients spike during the warm-up, as the loss may then stay behind for long."""
+        warmup = warmup_share(self.config.schedule, self.first_steps)
+        if self._explained_spike or not math.isfinite(norm) or self.plan.progress(step - 1) >= warmup:
+            return
+        self._explained_spike = True
+        self.log.event(
+            f"the gradient norm spiked during the warm-up of {round(warmup * self.first_steps)} steps, and the loss "
+            "may stay behind for the whole run; if it does, set a longer --schedule.warmup or a lower --optim.lr"
+        )
 
     def _log(self, row: dict[str, Any]) -> None:
         row |= self.checkpointer.timings

@@ -60,11 +60,15 @@ class _AverageState(Part):
     updates: PositiveInt
     progress: Annotated[float, Field(ge=0, le=1)]
     blend: Annotated[float, Field(ge=0, le=1)]
-    by_blend: list[dict[str, float]]
+    by_blend: list[dict[str, float | None]]
 
 
 class _State(Part):
-    """Schema of a checkpoint's state.json. `rows` counts the rows used at each sequence length."""
+    """Schema of a checkpoint's state.json.
+
+    rows: the number of rows used at each sequence length. validation: the validation loss, if it was evaluated at this
+    step for `checkpoint.keep_best`.
+    """
 
     schema_version: Literal[1]
     step: NonNegativeInt
@@ -75,9 +79,7 @@ class _State(Part):
     guard: _GuardState
     optimizer: dict[str, Any]
     permanent: bool
-    validation: float | None = (
-        None  # validation loss, if it was evaluated at this step for `checkpoint.keep_best`
-    )
+    validation: float | None = None
     average: _AverageState | None = None
 
 
@@ -339,7 +341,7 @@ class Checkpointer:
         step, folder = self.best[1], self.run.checkpoints
         checkpoint = Checkpoint(folder / folder_name(step), step)
         try:
-            files.verify(checkpoint, weights_only=True)
+            files.verify_weights(checkpoint, "raw")
         except files.Damaged as damage:
             raise RunError(f"{damage}; restore it, or delete {checkpoint.path} and resume the run") from None
         weights = files.load_tensors(checkpoint, WEIGHTS, self.world.device)

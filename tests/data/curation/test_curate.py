@@ -22,6 +22,7 @@ from deskside.data.corpus.bad_input import BadInputLog
 from deskside.data.corpus.sources import Source
 from deskside.data.curation import worker
 from deskside.data.curation.curate import STATE, CurationOptions, curate
+from deskside.data.curation.words import PIECE, pieces
 from deskside.utils import files
 from deskside.utils.errors import RunError, UsageError
 from tests.data.curation.test_quality import SENTENCES, varied
@@ -128,8 +129,13 @@ def test_idempotent_complete_and_independent_of_order(
         assert again["documents"] == {"kept": len(kept)}
     random.shuffle(texts)
     source = write_lines(folder / "b.jsonl", [{"text": text, "lang": "xx"} for text in texts])
-    shuffled = curate([source], folder / "three", options)
-    assert shuffled["documents"].get(worker.EXACT) == report["documents"].get(worker.EXACT)
+    curate([source], folder / "three", options)
+    for name in ("one", "three"):
+        text_of = {r["id"]: r["text"].strip() for r in read(folder / name, "kept")}
+        for record in read(folder / name, "removed"):
+            if record["reason"] in (worker.EXACT, worker.NEAR):
+                equal = record["text"].strip() == text_of[record["kept"]]
+                assert equal == (record["reason"] == worker.EXACT)
 
 
 def is_document(text: str) -> bool:
@@ -291,6 +297,27 @@ def test_contaminated_documents_are_removed_and_name_the_task(tmp_path: Path) ->
     assert report["documents"] == {"kept": 1, "contaminated": 1}
     (sample,) = report["samples"]["contaminated"]
     assert sample["detail"].startswith("quiz: Which of these twelve")
+
+
+def test_contamination_across_a_cut_of_a_long_document_is_found(tmp_path: Path) -> None:
+    item = "Which of these twelve entirely ordinary words makes this question longer than thirteen of them?"
+    around = varied("en", 40)
+    long = (around * (PIECE // len(around) + 1))[: PIECE - 40]
+    records = [{"text": f"{long} {item} {around}"}, {"text": f"{long} {around}"}]
+    options = settings_of(items={"quiz": [item]}, similarity=None)
+    report = curate([write_lines(tmp_path / "a.jsonl", records)], tmp_path / "out", options)
+    assert report["documents"] == {"kept": 1, "contaminated": 1}
+    cut = len(pieces(records[0]["text"])[0])
+    assert 0 < cut - records[0]["text"].index(item) < len(item)
+
+
+def test_a_copy_of_a_near_duplicate_is_a_near_duplicate(tmp_path: Path) -> None:
+    text = varied("en", 30)
+    records = [{"text": text}, {"text": edited(text, 1)}, {"text": edited(text, 1)}, {"text": text}]
+    source = write_lines(tmp_path / "a.jsonl", records)
+    curate([source], tmp_path / "out", settings_of())
+    removed = [(r["reason"], r["kept"]) for r in read(tmp_path / "out", "removed")]
+    assert removed == [(worker.NEAR, f"{source}:1")] * 2 + [(worker.EXACT, f"{source}:1")]
 
 
 def test_long_documents_are_analysed_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deskside.data.curation import words as words_module
-from deskside.data.curation.words import Hashes, find_words, pieces
+from deskside.data.curation.words import Hashes, find_words, pieces, seams
 
 TEXT = st.text(alphabet=st.sampled_from("aB1é .\n#\x00\u200d\U0001f600"), max_size=40)
 
@@ -56,3 +56,20 @@ def test_pieces_are_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
     for text in ("", "abc def\nghi jkl mno", "x" * 35):
         parts = pieces(text)
         assert "".join(parts) == text and all(len(part) <= 10 for part in parts)
+
+
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=30), st.integers(1, 4), st.integers(5, 40))
+@settings(deadline=None)
+def test_every_sequence_across_a_cut_is_in_a_seam(lengths: list[int], count: int, size: int) -> None:
+    text = " ".join(f"{number:x}".rjust(length, "w") for number, length in enumerate(lengths))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(words_module, "PIECE", size)
+        parts = pieces(text)
+    found = [f" {seam} " for seam in seams(parts, count)]
+    words, end = text.split(" "), 0
+    for part in parts[:-1]:
+        end += len(part)
+        before = len(text[:end].split())  # words that begin before this cut
+        for start in range(max(0, before - count), min(before, len(words) - count)):
+            sequence = " ".join(words[start : start + count + 1])
+            assert any(f" {sequence} " in seam for seam in found), (sequence, parts)

@@ -35,7 +35,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> tuple[SearchFolder, Outcom
     folder = tmp_path_factory.mktemp("search") / "s"
     where, _ = made_search.begin(folder)
     outcome, stopped = made_search.run(where)
-    assert stopped is None
+    assert stopped is None and outcome.complete
     return where, outcome
 
 
@@ -127,6 +127,13 @@ def test_kill_9_in_mid_trial_loses_and_repeats_nothing(tmp_path: Path) -> None:
         time.sleep(0.02)
     process.kill()
     process.wait()
+    seen = read_outcome(where.path)  # what the dashboard shows
+    assert not seen.complete and [trial.status for trial in seen.trials] == [
+        "finished",
+        "finished",
+        "running",
+    ]
+    assert seen.best_so_far and seen.confirmed is None
     outcome, stopped = made_search.run(where)
     assert stopped is None and outcome.counts() == {"finished": 4}
     rates = [config["optim"]["lr"] for config in made_search.starts(tmp_path) if config["seed"] == 1]

@@ -16,6 +16,7 @@ from scipy.stats import kendalltau
 
 from deskside.config import merge
 from deskside.run.directory import RunDirectory
+from deskside.train import objective
 from deskside.train.loop.callbacks import Callback
 from deskside.train.loop.overfitting import MAX_FALLING_PAIRS, WINDOW, OverfittingWatch, overfits
 from deskside.train.objective import Evaluation, NextToken, Session
@@ -173,6 +174,25 @@ def test_losses_that_are_not_finite(data: Path, tmp_path: Path, monkeypatch: pyt
     short = {"checkpoint": {"keep_best": True}, "schedule": {"length": "30 steps"}}
     outcome = tiny_run.train(tmp_path, config(data, **short))
     assert outcome.summary["best_step"] == load_model(tmp_path / "run").step == 15
+
+
+@pytest.mark.parametrize("keep_best", [False, True])
+def test_losses_of_all_stages_are_of_the_same_rows_and_window(
+    keep_best: bool, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the model that the run ends with, so that they can be compared. Otherwise a stage has its own window."""
+    original, seen = objective.evaluate_dataset, []
+
+    def evaluate_dataset(model: Any, dataset: Any, **given: Any) -> Any:
+        seen.append((dataset.sequence_length, model.layers[0].attn.window))
+        return original(model, dataset, **given)
+
+    monkeypatch.setattr(objective, "evaluate_dataset", evaluate_dataset)
+    stages = [{"until": 0.5, "sequence_length": 16, "window": 4}, {"until": 1.0, "sequence_length": 32}]
+    staged = {"length": "20 steps", "stages": stages}
+    model = {"window_pattern": "SL", "sliding_window": 8}
+    tiny_run.train(tmp_path, config(data, model=model, schedule=staged, checkpoint={"keep_best": keep_best}))
+    assert set(seen) == ({(32, 8)} if keep_best else {(32, 8), (32, 4)})
 
 
 @pytest.mark.full

@@ -143,6 +143,16 @@ def test_bad_steps_are_skipped_and_logged(
     assert "went back" not in events(run)
 
 
+def test_spikes_during_the_warmup_are_explained_once(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_run.config(data, schedule={"length": "24 steps", "warmup": "22 steps", "decay": 0.05})
+    Poison(monkeypatch, lambda at: at in (18, 20), factor=1e4)
+    run = tiny_run.train(tmp_path, config).run.path
+    assert [r["step"] for r in rows(run) if r["skipped"]] == [19, 21]
+    assert events(run).count("--schedule.warmup") == 1
+
+
 def test_a_spike_is_skipped_and_changes_no_weight(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +164,7 @@ def test_a_spike_is_skipped_and_changes_no_weight(
     found = rows(run)
     assert [r["step"] for r in found if r["skipped"]] == [22]
     assert "step 22 skipped: gradient norm" in events(run) and "10 times the 90th percentile" in events(run)
+    assert "--schedule.warmup" not in events(run)  # it was over
     files = [run / "checkpoints" / f"step-{step:09d}" for step in (21, 22, 23)]
     before, after, later = (
         {n: (f / n).read_bytes() for n in ("model.safetensors", "optimizer.safetensors")} for f in files

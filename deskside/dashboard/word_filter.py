@@ -1,4 +1,4 @@
-"""The search of the filters."""
+"""The test of the filters by words."""
 
 import re
 

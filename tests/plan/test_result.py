@@ -1,0 +1,91 @@
+"""Every command that a plan prints is accepted by `deskside train`, and is what was planned."""
+
+import shlex
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from deskside.cli.train import COMMAND
+from deskside.config import merge
+from deskside.config.gpu_batch import build_on_gpus
+from deskside.plan.planner import make_plan
+from deskside.plan.request import PlanQuestion, make_request
+from deskside.utils.errors import UsageError
+from tests.cli.test_config_options import NEEDS, another
+from tests.plan.test_bands import layers_of
+
+# The budget sets the length. Fine-tuning starts from weights, which these requests do not have.
+KEYS = sorted(
+    ".".join(path)
+    for path, _ in merge.config_fields()
+    if path[0] not in ("adapter", "model") and path != ("schedule", "length")
+)
+FIELDS = {".".join(path): field for path, field in merge.config_fields()}
+STAGES = "[{until = 0.5, sequence_length = 256}, {until = 1.0, sequence_length = 1024}]"
+
+
+def options(keys: list[str]) -> dict[str, Any]:
+    """The configuration of a command line with a value for each key, and the keys without which it has no effect."""
+    words = []
+    for key in keys:
+        words += [f"--{key}", STAGES if key == "schedule.stages" else another(key, FIELDS[key])]
+    needed = merge.merge([NEEDS.get(key, {}) for key in keys])[0]
+    needed.get("schedule", {}).pop("length", None)
+    return merge.merge([needed, COMMAND.parse_config(words)[1]])[0]
+
+
+QUESTIONS = st.fixed_dictionaries(
+    {"gpu": st.sampled_from(["RTX 3060 12GB", "rtx4090", "H100 SXM"]), "gpus": st.sampled_from([1, 1, 2])},
+    optional={
+        "sequence": st.sampled_from([512, 1024, 4096]),
+        "precision": st.sampled_from(["bf16", "fp8"]),
+        "unique_tokens": st.sampled_from([10**7, 10**9]),
+    },
+).flatmap(lambda q: st.sampled_from([q, {**q, "own_corpus": "unique_tokens" in q}]))
+MODELS = st.sampled_from([{"depth": 4}, {"depth": 12}, {"preset": "124m"}, {"preset": "demo"}])
+BUDGETS = st.sampled_from([{}, {"hours": 1.0}, {"hours": 24.0}, {"tokens": "300M"}, {"flops": 1e18}])
+OPTIONS = st.lists(st.sampled_from(KEYS), max_size=4, unique=True)
+
+
+def check_commands(question: dict[str, Any], keys: list[str]) -> None:
+    try:
+        plan = make_plan(make_request(PlanQuestion(**question), options(keys)))
+    except UsageError:
+        return  # options that contradict each other
+    for band in plan.bands:
+        words = shlex.split(band.command)
+        gpus = int(words[words.index("--gpus") + 1]) if "--gpus" in words else 1
+        run = build_on_gpus(layers_of(band.command), gpus).model_dump()
+        planned = merge.build([band.config]).model_dump()
+        run["data"]["path"] = planned["data"]["path"]
+        assert gpus == question["gpus"] and run == planned
+
+
+FEW = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@FEW
+@example(
+    {"gpu": "rtx4090", "gpus": 1},
+    {"depth": 4},
+    {"hours": 1.0},
+    ["schedule.batch_growth_until", "schedule.stages"],
+)
+@given(QUESTIONS, MODELS, BUDGETS, OPTIONS)
+def test_every_command_is_accepted(question: Any, model: Any, budget: Any, keys: list[str]) -> None:
+    check_commands({**question, **model, **budget}, keys)
+
+
+@pytest.mark.full
+@settings(FEW, max_examples=500)
+@given(QUESTIONS, MODELS, BUDGETS, OPTIONS)
+def test_every_command_of_many_is_accepted(question: Any, model: Any, budget: Any, keys: list[str]) -> None:
+    check_commands({**question, **model, **budget}, keys)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("key", KEYS)
+def test_a_command_with_any_option_is_accepted(key: str) -> None:
+    check_commands({"gpu": "rtx4090", "gpus": 1, "depth": 4, "hours": 1.0}, [key])
