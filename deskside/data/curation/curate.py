@@ -39,7 +39,7 @@ from deskside.data.curation.contamination import EvaluationNgrams
 from deskside.data.curation.near_duplicates import duplicates_of
 from deskside.data.curation.quality import DEFAULT_FILTERS, FILTERS
 from deskside.data.curation.report import REPORT, build_report, markdown
-from deskside.data.curation.worker import Batch, Verdict
+from deskside.data.curation.worker import DocumentBatch, DocumentVerdict
 from deskside.utils import strict_json
 from deskside.utils.child_process import cpu_cores
 from deskside.utils.errors import RunError, UsageError
@@ -48,7 +48,7 @@ from deskside.utils.parsing import json_value, read_json_object
 from deskside.utils.progress import ProgressBar
 
 STATE, WORK, UNREADABLE, PAGE = "curate.json", "work", "removed/unreadable.jsonl", "report.md"
-VERSION = 3  # of the rules
+VERSION = 4  # of the rules
 DEFAULT_SIMILARITY = 0.7
 
 
@@ -229,9 +229,9 @@ class _Curation:
         shutil.rmtree(self.out / WORK)  # a killed process may have left temporary files in it
         return report
 
-    def _batches(self, log: BadInputLog) -> Iterator[Batch]:
+    def _batches(self, log: BadInputLog) -> Iterator[DocumentBatch]:
         """Yield the documents in batches. The same text is always cut into the same batches."""
-        batch, digest = Batch(0, 0), xxhash.xxh3_128()
+        batch, digest = DocumentBatch(0, 0), xxhash.xxh3_128()
         for document in documents_of(self.sources, log, self.options.reading):
             batch.texts.append(document.data)
             batch.sources.append(document.source)
@@ -244,7 +244,10 @@ class _Curation:
             if batch.text_bytes >= self.options.batch_bytes:
                 batch.key = digest.hexdigest()
                 yield batch
-                batch, digest = Batch(batch.number + 1, batch.first + len(batch.texts)), xxhash.xxh3_128()
+                batch, digest = (
+                    DocumentBatch(batch.number + 1, batch.first + len(batch.texts)),
+                    xxhash.xxh3_128(),
+                )
         if batch.texts:
             batch.key = digest.hexdigest()
             yield batch
@@ -335,20 +338,20 @@ class _Curation:
         self.written = dict(sorted(self.written.items(), key=lambda item: int(item[0])))
 
     def _final(
-        self, batch: Batch, kept_of: NDArray[np.int64], part: Path, origins: Mapping[int, str]
-    ) -> list[Verdict | None]:
+        self, batch: DocumentBatch, kept_of: NDArray[np.int64], part: Path, origins: Mapping[int, str]
+    ) -> list[DocumentVerdict | None]:
         """Return the verdicts of a batch, and set the identified languages of its documents without one."""
         with np.load(part, allow_pickle=False) as arrays:
             found = _verdicts(arrays)
-        result: list[Verdict | None] = []
+        result: list[DocumentVerdict | None] = []
         for i, (language, verdict) in enumerate(found):
             batch.languages[i] = batch.languages[i] or language
             other = int(kept_of[batch.first + i])
             if verdict is not None:
-                result.append(Verdict(verdict[0], verdict[1]))
+                result.append(DocumentVerdict(verdict[0], verdict[1]))
             elif other >= 0:
                 reason = worker.EXACT if self.is_exact[batch.first + i] else worker.NEAR
-                result.append(Verdict(reason, f"of {origins[other]}", origins[other]))
+                result.append(DocumentVerdict(reason, f"of {origins[other]}", origins[other]))
             else:
                 result.append(None)
         return result

@@ -145,7 +145,7 @@ class Words:
 
     @cached_property
     def text_key(self) -> NDArray[np.uint64]:
-        """A random number of each word's text, by which equal hashes of different texts are told apart."""
+        """Random number of each word's text. It tells different texts with equal hashes apart."""
         return mix(self.text.astype(np.uint64))
 
     def phrase(self, first: int, n: int) -> str:
@@ -247,11 +247,14 @@ def seams(parts: Sequence[str], count: int) -> list[str]:
 
 
 def _edge(text: str, count: int, last: bool) -> str:
-    """Return the end of a text (last) or its beginning with at least `count` whole words, or the whole text."""
+    """Return the end of a text (last) or its beginning, with `count` whole words beside one that is cut, or all of it.
+
+    A word may be cut at both ends of what is returned: at the inner one by this function, at the outer one by `pieces`.
+    """
     size = 16 * count
     while size < len(text):
         edge = text[-size:] if last else text[:size]
-        if len(find_words([edge]).hash) > count:  # the word at the inner end may be cut
+        if len(find_words([edge]).hash) > count + 1:
             return edge
         size *= 4
     return text

@@ -133,7 +133,7 @@ def _language(text: str, label: str, tools: _Tools) -> tuple[str, tuple[str, str
 
 
 @dataclass
-class Batch:
+class DocumentBatch:
     """Documents of one pair of output files. number: of the batch. key: checksum of everything in it.
 
     first: index of its first document among all documents.
@@ -150,7 +150,7 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class DocumentVerdict:
     """Why a document is removed. kept: of a duplicate, the id of the document that is kept."""
 
     reason: str
@@ -158,7 +158,7 @@ class Verdict:
     kept: str | None = None
 
 
-def write(folder: Path, batch: Batch, verdicts: Sequence[Verdict | None]) -> dict[str, Any]:
+def write(folder: Path, batch: DocumentBatch, verdicts: Sequence[DocumentVerdict | None]) -> dict[str, Any]:
     """Write a batch's kept and removed documents, and return their files, counts and samples for curate.json.
 
     Raises RunError if a file cannot be written.

@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from deskside.data.curation import words as words_module
@@ -59,6 +59,7 @@ def test_pieces_are_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(st.lists(st.integers(1, 9), min_size=2, max_size=30), st.integers(1, 4), st.integers(5, 40))
+@example([1, 9, 9], 1, 5)  # the last word is cut, and one whole word before it belongs to the sequence
 @settings(deadline=None)
 def test_every_sequence_across_a_cut_is_in_a_seam(lengths: list[int], count: int, size: int) -> None:
     text = " ".join(f"{number:x}".rjust(length, "w") for number, length in enumerate(lengths))
