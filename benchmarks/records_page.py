@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from deskside.cli.records import train_command
-from deskside.facts.records import MINUTES, Corpus, Record, best_records, corpora, records
+from deskside.facts.records import MINUTES, Corpus, LossRecord, best_records, corpora, records
 from deskside.records.verdict import spread
 from deskside.utils.files import write_atomically
 
@@ -74,7 +74,7 @@ def page() -> str:
     return "".join([*parts, RULES])
 
 
-def _limit(corpus: Corpus, minutes: int, found: Sequence[Record]) -> str:
+def _limit(corpus: Corpus, minutes: int, found: Sequence[LossRecord]) -> str:
     """Return the records of a corpus and time limit, best first."""
     if not found:
         return f"### {minutes} minutes\n\nNot measured yet.\n\n"

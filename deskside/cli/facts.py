@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class ListOptions(JsonOption):
+class FactsListOptions(JsonOption):
     """List the cards that have reports, or the reports of one card.
 
     Example: deskside facts list --gpu rtx4090
@@ -33,7 +33,7 @@ class ListOptions(JsonOption):
 
 
 @dataclass(kw_only=True)
-class AddOptions(JsonOption):
+class FactsAddOptions(JsonOption):
     """Check a report that deskside probe --share wrote, and let deskside plan use it for cards of its kind.
 
     In a checkout, the report goes to deskside/facts/reported.jsonl, to be committed. Otherwise it goes
@@ -54,8 +54,8 @@ class SchemaOptions:
 
 
 COMMANDS: dict[str, Command[Any]] = {
-    "list": Command("facts list", ListOptions),
-    "add": Command("facts add", AddOptions),
+    "list": Command("facts list", FactsListOptions),
+    "add": Command("facts add", FactsAddOptions),
     "schema": Command("facts schema", SchemaOptions),
 }
 
@@ -70,7 +70,7 @@ def run(argv: Sequence[str]) -> int:
     return functions[name](COMMANDS[name].parse(argv[1:]))
 
 
-def _list(options: ListOptions) -> int:
+def _list(options: FactsListOptions) -> int:
     from deskside.facts.gpus import find
     from deskside.measurements.reported import reported_cards, reported_for
 
@@ -143,7 +143,7 @@ def _show_reports(printer: Printer, card: str, entries: Sequence[Reported]) -> N
         printer.text("doctor: every check works in every report")
 
 
-def _add(options: AddOptions) -> int:
+def _add(options: FactsAddOptions) -> int:
     from deskside.measurements.reported import add_report, reported_for
 
     entry, path = add_report(Path(options.file), datetime.datetime.now(datetime.UTC).date())

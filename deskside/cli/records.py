@@ -13,7 +13,7 @@ from deskside.cli.answer import print_answer
 from deskside.cli.options import Command, choose_subcommand, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption
-from deskside.facts.records import FILE, Record, corpora, find_record, records
+from deskside.facts.records import FILE, LossRecord, corpora, find_record, records
 from deskside.utils.console import say
 from deskside.utils.errors import UsageError
 from deskside.utils.format import plural
@@ -21,13 +21,13 @@ from deskside.utils.printer import Printer, Row
 
 if TYPE_CHECKING:
     from deskside.records.score import ScoredRun
-    from deskside.records.verdict import Verdict
+    from deskside.records.verdict import ReplayVerdict
 
 DATA_HELP = "prepared data of the record's corpus"
 
 
 @dataclass(kw_only=True)
-class ListOptions(JsonOption):
+class RecordsListOptions(JsonOption):
     """List the lowest bits per byte that were measured on one card, by corpus and time limit.
 
     Examples:
@@ -55,7 +55,7 @@ class ReplayOptions(JsonOption):
 
 
 @dataclass(kw_only=True)
-class AddOptions(JsonOption):
+class RecordsAddOptions(JsonOption):
     """Score finished runs of one command, and add them to the records of a checkout.
 
     The runs may differ only in their seed. They were started by deskside train with --schedule.clock training and
@@ -77,9 +77,9 @@ class AddOptions(JsonOption):
 
 
 COMMANDS: dict[str, Command[Any]] = {
-    "list": Command("records list", ListOptions),
+    "list": Command("records list", RecordsListOptions),
     "replay": Command("records replay", ReplayOptions),
-    "add": Command("records add", AddOptions),
+    "add": Command("records add", RecordsAddOptions),
 }
 
 
@@ -95,12 +95,12 @@ def run(argv: Sequence[str]) -> int:
     return functions[name](COMMANDS[name].parse(argv[1:]))
 
 
-def train_command(record: Record) -> str:
+def train_command(record: LossRecord) -> str:
     """Return the command of a record's first seed, to be shown and pasted."""
     return shlex.join(["train", *record.arguments(f"data/{record.corpus}", record.seeds[0])])
 
 
-def _list(options: ListOptions) -> int:
+def _list(options: RecordsListOptions) -> int:
     if options.json:
         print_json([_as_json(record) for record in records()], indent=1)
         return 0
@@ -124,7 +124,7 @@ def _list(options: ListOptions) -> int:
     return 0
 
 
-def _as_json(record: Record) -> dict[str, Any]:
+def _as_json(record: LossRecord) -> dict[str, Any]:
     from deskside.records.verdict import spread
 
     mean = spread(record)
@@ -180,7 +180,9 @@ def _seeds(given: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def _show_replay(record: Record, found: Sequence[ScoredRun], verdict: Verdict, folder: Path) -> None:
+def _show_replay(
+    record: LossRecord, found: Sequence[ScoredRun], verdict: ReplayVerdict, folder: Path
+) -> None:
     printer = Printer()
     recorded = dict(zip(record.seeds, record.bits_per_byte, strict=True))
     rows: list[Row] = [
@@ -207,7 +209,7 @@ def _show_replay(record: Record, found: Sequence[ScoredRun], verdict: Verdict, f
     print_answer(printer, answers[verdict.kind], {"runs": folder})
 
 
-def _add(options: AddOptions) -> int:
+def _add(options: RecordsAddOptions) -> int:
     from deskside.measurements.reported import PACKAGE, is_checkout
     from deskside.records.entry import append_record, record_of_runs
     from deskside.run.record import read_run

@@ -7,7 +7,7 @@ import plotly.graph_objects as go
 
 from deskside.dashboard.plotly_charts import BLUE, GREY, ORANGE, apply_layout, rows_height, wrap_label
 from deskside.report.chart_data import log_ticks
-from deskside.report.search_chart_data import LOSS_TITLE, X_TITLES, BestSoFar, Slice
+from deskside.report.search_chart_data import LOSS_TITLE, X_TITLES, BestSoFar, SettingSlice
 from deskside.utils.format import tick_text
 
 HEIGHT, SLICE_HEIGHT = 320, 240  # pixels
@@ -62,7 +62,7 @@ def importance_chart(shares: Sequence[tuple[str, float]]) -> go.Figure:
     return figure
 
 
-def slice_chart(data: Slice, best: int | None) -> go.Figure:
+def slice_chart(data: SettingSlice, best: int | None) -> go.Figure:
     """Draw the losses by one setting. best: number of the trial to mark besides the default, which is trial 0."""
     figure = go.Figure()
     marks: dict[int | None, tuple[str, str, str]] = {best: ("best", ORANGE, "diamond")}

@@ -31,7 +31,7 @@ class Corpus:
 
 
 @dataclass(frozen=True)
-class Record:
+class LossRecord:
     """A measured result.
 
     Attributes:
@@ -78,12 +78,12 @@ def corpora() -> dict[str, Corpus]:
 
 
 @cache
-def records() -> tuple[Record, ...]:
+def records() -> tuple[LossRecord, ...]:
     """Return all records, in the order of the file."""
     return parse_records(toml_file(FILE))
 
 
-def find_record(name: str) -> Record:
+def find_record(name: str) -> LossRecord:
     """Return the record of this name. Raises UsageError if there is none."""
     for record in records():
         if record.name == name:
@@ -92,9 +92,9 @@ def find_record(name: str) -> Record:
     raise UsageError(f"{name}: there is no such record; use one of {known}")
 
 
-def best_records() -> tuple[Record, ...]:
+def best_records() -> tuple[LossRecord, ...]:
     """Return the record with the lowest mean for each card, corpus and time limit, in the order of the file."""
-    best: dict[tuple[str, str, float], Record] = {}
+    best: dict[tuple[str, str, float], LossRecord] = {}
     for record in records():
         key = (record.corpus, record.card, record.minutes)
         if key not in best or record.mean < best[key].mean:
@@ -107,16 +107,18 @@ def parse_corpora(table: dict[str, Any]) -> dict[str, Corpus]:
     return {name: Corpus(name=name, **values) for name, values in table["corpus"].items()}
 
 
-def parse_records(table: dict[str, Any]) -> tuple[Record, ...]:
+def parse_records(table: dict[str, Any]) -> tuple[LossRecord, ...]:
     """Return the records in the content of `records.toml`. Raises UsageError for an entry that is not valid."""
-    found: list[Record] = []
+    found: list[LossRecord] = []
     for entry in table.get("record", []):
         name = entry.get("name")
-        missing = [field.name for field in fields(Record) if field.name != "note" and field.name not in entry]
+        missing = [
+            field.name for field in fields(LossRecord) if field.name != "note" and field.name not in entry
+        ]
         if missing:
             raise UsageError(f"{FILE}: record {name}: {missing[0]} is missing")
         values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items()}
-        record = Record(**values)
+        record = LossRecord(**values)
         if any(record.name == other.name for other in found):
             raise UsageError(f"{FILE}: record {name}: there are two of this name")
         if record.corpus not in table["corpus"]:

@@ -34,7 +34,7 @@ class FutureTargets(NamedTuple):
 
 
 class LossOptions(NamedTuple):
-    """How the loss of a token is computed from its logits.
+    """Options of the cross entropy of logits.
 
     softcap: logits x become softcap * tanh(x / softcap); None leaves them. z_loss: the factor of the additional term
     logsumexp^2 (Chowdhery et al. 2022, arXiv 2204.02311). chunk_tokens: tokens whose logits exist at a time.

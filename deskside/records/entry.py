@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deskside.config.duration import Duration
-from deskside.facts.records import MINUTES, Record, corpora, parse_corpora, parse_records
+from deskside.facts.records import MINUTES, LossRecord, corpora, parse_corpora, parse_records
 from deskside.records.score import ScoredRun, check_corpus, score_run
 from deskside.run.record import RunRecord, mapping, text
 from deskside.utils.errors import UsageError
@@ -47,7 +47,7 @@ def options_of(run: RunRecord) -> tuple[str, ...]:
 
 def record_of_runs(
     runs: Sequence[RunRecord], corpus_name: str, data: str, **described: str
-) -> tuple[Record, list[ScoredRun]]:
+) -> tuple[LossRecord, list[ScoredRun]]:
     """Score finished runs that differ only in their seed, and return them as a record.
 
     described: the record's name, commit, date, raw and note. Raises UsageError for runs that are not one record.
@@ -70,7 +70,7 @@ def record_of_runs(
         raise UsageError(
             f"the runs were trained on different cards: {', '.join(sorted({r.card for r in scored}))}"
         )
-    record = Record(
+    record = LossRecord(
         card=scored[0].card,
         corpus=corpus_name,
         minutes=minutes,
@@ -82,7 +82,7 @@ def record_of_runs(
     return record, scored
 
 
-def append_record(record: Record, file: Path) -> None:
+def append_record(record: LossRecord, file: Path) -> None:
     """Append a record to a file in the format of `records.toml`. Raises UsageError if the result would not be valid."""
     try:
         content = file.read_text("utf-8")
@@ -97,7 +97,7 @@ def append_record(record: Record, file: Path) -> None:
     write_atomically(file, changed)
 
 
-def as_toml(record: Record) -> str:
+def as_toml(record: LossRecord) -> str:
     """Return an entry of `records.toml`."""
     lines = ["[[record]]"]
     for key, value in asdict(record).items():

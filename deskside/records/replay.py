@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from deskside.facts.records import Corpus, Record
+from deskside.facts.records import Corpus, LossRecord
 from deskside.records.score import ScoredRun, check_corpus, score_run
 from deskside.run.record import read_run
 from deskside.utils.errors import RunError, UsageError
@@ -55,7 +55,7 @@ def train_in_process(arguments: Sequence[str]) -> int:
 
 
 def replay(
-    record: Record,
+    record: LossRecord,
     corpus: Corpus,
     data: str,
     folder: Path,
@@ -85,7 +85,7 @@ def replay(
     return found
 
 
-def _claim(folder: Path, record: Record) -> None:
+def _claim(folder: Path, record: LossRecord) -> None:
     """Record in the folder what it repeats. Raises UsageError if that is something else."""
     claim, options = folder / "record.json", {"name": record.name, "options": list(record.options)}
     if claim.exists():
@@ -97,7 +97,7 @@ def _claim(folder: Path, record: Record) -> None:
         write_atomically(claim, json.dumps(options) + "\n")
 
 
-def _train(record: Record, data: str, path: Path, seed: int, say: Say, train: Train) -> None:
+def _train(record: LossRecord, data: str, path: Path, seed: int, say: Say, train: Train) -> None:
     """Train one seed, or continue it. Raises RunError if that fails."""
     if (path / "run.json").exists():
         if read_run(path).finished:

@@ -4,14 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from deskside.facts.records import Record
+from deskside.facts.records import LossRecord
 from deskside.study.stats.statistics import MeanInterval, interval_of_new_mean, mean_interval
 
 Kind = Literal["within", "better", "worse", "no interval", "not comparable"]
 
 
 @dataclass(frozen=True)
-class Verdict:
+class ReplayVerdict:
     """The result of comparing the mean of new runs with a record.
 
     low, high: the interval in which the mean of as many new runs lies with 95 %; None if it is not known. `kind` is "no
@@ -24,12 +24,12 @@ class Verdict:
     high: float | None
 
 
-def spread(record: Record) -> MeanInterval:
+def spread(record: LossRecord) -> MeanInterval:
     """Return the mean of a record with its 95 % interval, which one seed does not have."""
     return mean_interval(record.bits_per_byte)
 
 
-def judge(record: Record, values: Sequence[float], card: str) -> Verdict:
+def judge(record: LossRecord, values: Sequence[float], card: str) -> ReplayVerdict:
     """Compare the bits per byte of new runs on `card` with a record."""
     mean = mean_interval(values).mean
     low, high = interval_of_new_mean(record.bits_per_byte, len(values))
@@ -40,4 +40,4 @@ def judge(record: Record, values: Sequence[float], card: str) -> Verdict:
         kind = "no interval"
     else:
         kind = "better" if mean < low else "worse" if mean > high else "within"
-    return Verdict(kind, mean, low, high)
+    return ReplayVerdict(kind, mean, low, high)

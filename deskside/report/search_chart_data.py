@@ -29,7 +29,7 @@ class BestSoFar:
 
 
 @dataclass(frozen=True)
-class Slice:
+class SettingSlice:
     """The losses of the finished trials by one setting.
 
     Attributes:
@@ -83,7 +83,7 @@ def importances(outcome: Outcome) -> list[tuple[str, float]]:
     return sorted(shares, key=lambda one: (-one[1], one[0]))
 
 
-def slices(outcome: Outcome) -> list[Slice]:
+def slices(outcome: Outcome) -> list[SettingSlice]:
     """Return a slice for each setting, the most important first, then in the order in which they were given."""
     trials = finished(outcome)
     shares = dict(importances(outcome))
@@ -92,15 +92,15 @@ def slices(outcome: Outcome) -> list[Slice]:
     return [_slice(key, [one for one in trials if key in one.settings]) for key in keys]
 
 
-def _slice(key: str, trials: list[SearchTrial]) -> Slice:
+def _slice(key: str, trials: list[SearchTrial]) -> SettingSlice:
     values = [one.settings[key] for one in trials]
     losses, numbers = [one.loss or 0.0 for one in trials], [one.number for one in trials]
     if all(_is_number(value) for value in values):
         x = [float(value) for value in values]
-        return Slice(key, x, losses, numbers, log=min(x) > 0 and max(x) >= LOG_RATIO * min(x))
+        return SettingSlice(key, x, losses, numbers, log=min(x) > 0 and max(x) >= LOG_RATIO * min(x))
     texts = [value_text(value) for value in values]
     choices = tuple(sorted(set(texts)))
-    return Slice(key, [float(choices.index(text)) for text in texts], losses, numbers, choices)
+    return SettingSlice(key, [float(choices.index(text)) for text in texts], losses, numbers, choices)
 
 
 def _is_number(value: Any) -> bool:

@@ -26,7 +26,7 @@ from deskside.report.search_chart_data import (
     ABOUT_IMPORTANCE,
     LOSS_TITLE,
     X_TITLES,
-    Slice,
+    SettingSlice,
     best_so_far,
     finished,
     importances,
@@ -60,7 +60,7 @@ def draw(outcome: Outcome, folder: Path) -> tuple[list[Image], list[Image]]:
     return [best], [_draw_slice(one, outcome, folder) for one in slices(outcome)]
 
 
-def _draw_slice(data: Slice, outcome: Outcome, folder: Path) -> Image:
+def _draw_slice(data: SettingSlice, outcome: Outcome, folder: Path) -> Image:
     figure, axes = new_figure(data.key, HEIGHT)
     axes.plot(data.x, data.losses, "o", color=GREY, label="trial")
     for number, color, marker, label in ((0, BLUE, "s", "default"), (outcome.winner, ORANGE, "D", "best")):

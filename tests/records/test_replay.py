@@ -20,9 +20,10 @@ from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.prepare import prepare
 from deskside.data.reading.rows import PackedDataset
 from deskside.facts import records as table
-from deskside.facts.records import Corpus, Record
+from deskside.facts.records import Corpus, LossRecord
 from deskside.records import entry, score
-from deskside.records.replay import replay
+from deskside.records.replay import Train, replay
+from deskside.records.score import ScoredRun
 from deskside.run.record import read_run
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.parsing import toml_table
@@ -72,7 +73,13 @@ class Made:
         self.out = folder / "out"
         self.found = self.replay(self.out)
 
-    def replay(self, out: Path, seeds: Sequence[int] = (1, 2), train=run_train, record: Record | None = None):  # type: ignore[no-untyped-def]
+    def replay(
+        self,
+        out: Path,
+        seeds: Sequence[int] = (1, 2),
+        train: Train = run_train,
+        record: LossRecord | None = None,
+    ) -> list[ScoredRun]:
         return replay(record or self.record, self.corpus, self.data, out, seeds, self.said.append, train)
 
 
@@ -91,7 +98,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
         return Made(tmp_path_factory.mktemp("made"))
 
 
-def _table(corpus: Corpus, record: Record) -> str:
+def _table(corpus: Corpus, record: LossRecord) -> str:
     values = "\n".join(f"{key} = {json.dumps(value)}" for key, value in vars(corpus).items() if key != "name")
     return f"[corpus.tiny]\n{values}\n\n{entry.as_toml(record)}"
 
