@@ -1,11 +1,12 @@
 """The documentation's site builds strictly, with the generated pages, and its links lead somewhere."""
 
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from html.parser import HTMLParser
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 from urllib.parse import unquote, urldefrag, urlsplit
 
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 # A page of each kind. axe takes two seconds for one, and there are fifty.
 LOOKED_AT = ("index.html", "architecture.html", "languages.html", "cards/l4.html", "tutorial.html")
 SIZES = {"desktop": {"width": 1440, "height": 900}, "phone": {"width": 390, "height": 844}}
-ROOT_DOCUMENTS = ("README.md", "CHANGELOG.md")
 
 
 class Links(HTMLParser):
@@ -198,9 +198,31 @@ def test_links_of_a_root_document_lead_into_the_docs() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ROOT_DOCUMENTS)
-def test_root_documents_link_to_files(name: str) -> None:
-    text = (ROOT / name).read_text("utf-8")
-    targets = [t for t in re.findall(r"\]\(([^)#]+)", text) if not t.startswith("http")]
-    assert [target for target in targets if not (ROOT / target).exists()] == []
-    assert targets
+def dead_links(name: str, text: str, tracked: set[str]) -> list[str]:
+    """The links of a document to files that are not in a clone of the repository, also from HTML, but not from code."""
+    prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
+    targets = re.findall(r"\]\(([^)\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\"", prose)
+    dead = []
+    for target in map("".join, targets):
+        path = unquote(urldefrag(target)[0])
+        file = os.path.normpath(os.path.join(os.path.dirname(name), path))
+        if path and not re.match(r"[a-z]+:", path) and file not in tracked:
+            dead.append(target)
+    return dead
+
+
+def test_documents_link_to_files_that_git_tracks() -> None:
+    """Who reads the pages in a clone has neither the pages that the site adds nor what is only in a working tree."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+    files = [name for name in listed.stdout.split("\0") if name]
+    tracked = {*files, *(str(folder) for name in files for folder in PurePosixPath(name).parents)}
+    pages = [name for name in files if name.endswith(".md") and not name.startswith("docs/data/")]
+    assert {"README.md", "CHANGELOG.md", "docs/index.md"} <= {*pages}
+    dead = {name: dead_links(name, (ROOT / name).read_text("utf-8"), tracked) for name in pages}
+    assert {name: links for name, links in dead.items() if links} == {}
+
+
+def test_dead_links_are_found() -> None:
+    text = '[a](b.md#x) [c](../c.md) [site](https://a.b/c) `[code](d.md)`\n<img src="e.png">\n```\n[f](f.md)\n```\n'
+    assert dead_links("docs/a.md", text, {"docs/b.md"}) == ["../c.md", "e.png"]
+    assert dead_links("docs/a.md", text, {"docs/b.md", "c.md", "docs/e.png"}) == []
