@@ -70,6 +70,7 @@ def _print_pretrained(run: RunDirectory, summary: dict[str, Any], page: Path) ->
         pretraining_answer(run, summary),
         {"run": run.path, "report": page},
         f"chat {path}",
+        f"serve {path}",
         f"eval {path}",
         f"export {path} --to hf --out my-model",
     )

@@ -25,8 +25,13 @@ from deskside.utils.format import count, elapsed, plural
 from deskside.utils.signals import signal_number
 
 if TYPE_CHECKING:
+    from deskside.data.corpus.prepare_report import Report
     from deskside.utils.printer import Printer
 
+# A smaller corpus is read many times: the planner expects an RTX 4090 to read this many tokens 3 times in an hour, and
+# half as many 10 times. Own-corpus mode regularises beyond 4 times.
+_SMALL_CORPUS = 100_000_000
+_SHOWN_SOURCES = 10  # by `show` without --details
 _SEQUENCE_LENGTHS = (512, 1024, 2048)  # for which `show` tells how full the rows are
 
 
@@ -41,7 +46,9 @@ class PrepareOptions(JsonOption):
       hf:owner/name[:config[:split]], bundled:tiny_shakespeare.txt.
       LANG=SOURCE gives the language of documents without one: hi=hindi.txt.
 
-    Example: deskside data prepare corpus/*.jsonl.gz --val held.jsonl --out data/mine
+    Examples:
+      deskside data prepare my-texts/ --out data/mine
+      deskside data prepare corpus/*.jsonl.gz --val held.jsonl --out data/mine
     """
 
     sources: tuple[str, ...] = option("files, directories or datasets", metavar="SOURCE...", positional=True)
@@ -50,12 +57,15 @@ class PrepareOptions(JsonOption):
         "sources of the validation split, instead of a share of the documents", (), metavar="SOURCE"
     )
     val_fraction: float | None = option(
-        "share of the documents held out for validation; default: about 500 kB of text, but at least 0.5 "
-        "and at most 10 %, from every language, source and file; with fewer than ten documents the last tenth "
-        "of each",
+        "probability with which a document is held out for validation; default: 500 kB over the size of the text, but "
+        "at least 0.005 and at most 0.1. With few documents, the share that is held out can be far from it. Languages, "
+        "sources, and files of several documents without any get one, up to a tenth of the text. Of fewer than ten "
+        "documents, each one's end is held out: this share of it, default 0.1",
         None,
     )
-    vocab_size: int = option("vocabulary size of the tokenizer that is trained", 32768)
+    vocab_size: int = option(
+        "maximum vocabulary size of the tokenizer that is trained; a small text gives fewer entries", 32768
+    )
     tokenizer_temperature: float | None = option(
         "train the tokenizer on n^(1/temperature) of a language with n bytes of text, so that above 1 small languages "
         "get more of the vocabulary; 3.33 as mT5; default: on the text as it is",
@@ -105,6 +115,7 @@ class ShowOptions(JsonOption):
     """
 
     directory: str = option("directory of the prepared data", metavar="DIR", positional=True)
+    details: bool = option("list all sources, not only the largest", False)
 
 
 COMMANDS: dict[str, Command[Any]] = {
@@ -177,16 +188,24 @@ def _prepare(options: PrepareOptions) -> int:
     for warning in report.warnings:
         printer.text(f"warning: {warning}", "attention", hanging=2)
     kept = f", {report.kept} kept" if report.kept else ""
-    out = shlex.quote(str(report.out))
-    print_answer(
-        printer,
-        f"{count(report.tokens['train'])} training tokens, vocabulary {report.vocab_size:,}: "
-        f"{plural(report.made, 'shard')} made{kept} in {elapsed(report.seconds)}.",
-        {"data": Path(report.out)},
-        f"plan --here --hours 24 --unique-tokens {report.tokens['train']}",
-        f"train 124m --data.path {out} --hours 2",
-    )
+    text = f"{count(report.tokens['train'])} training tokens, vocabulary {report.vocab_size:,}: "
+    text += f"{plural(report.made, 'shard')} made{kept} in {elapsed(report.seconds)}."
+    if report.tokens["train"] < _SMALL_CORPUS:
+        text += " A run reads so few tokens many times; --own-corpus regularises it."
+    print_answer(printer, text, {"data": Path(report.out)}, *_next_commands(report, options))
     return 0
+
+
+def _next_commands(report: Report, options: PrepareOptions) -> list[str]:
+    """Return what to do with the data, without the name of the program."""
+    data = shlex.quote(str(report.out))
+    if report.tokens["train"] >= _SMALL_CORPUS:
+        return [f"plan --here --hours 24 --data.path {data}", f"go --hours 24 --data {data}"]
+    commands = [f"go --hours 1 --data {data} --own-corpus"]
+    # The vocabulary of a published model would make the demo model many times larger.
+    if options.tokenizer is None:
+        commands.insert(0, f"go --preset demo --hours 0.05 --data {data}")
+    return commands
 
 
 def _line_limit(megabytes: float) -> int:
@@ -270,14 +289,16 @@ def _show(options: ShowOptions) -> int:
     from deskside.utils.printer import Printer
 
     printer = Printer()
-    _print_tables(printer, index, splits)
+    _print_tables(printer, index, splits, options.details)
     _print_left_out(printer, index.bad_input, index.ignored_files, index.duplicates_of_validation)
     for warning in validation_warnings(index):
         printer.text(f"warning: {warning}", "attention", hanging=2)
     return 0
 
 
-def _print_tables(printer: Printer, index: shards.DatasetIndex, splits: dict[str, Any]) -> None:
+def _print_tables(
+    printer: Printer, index: shards.DatasetIndex, splits: dict[str, Any], all_sources: bool
+) -> None:
     def row(label: str, cell: Callable[[dict[str, Any]], str]) -> list[str]:
         return [label, *map(cell, splits.values())]
 
@@ -299,10 +320,13 @@ def _print_tables(printer: Printer, index: shards.DatasetIndex, splits: dict[str
     printer.table(["", *splits], rows, "l" + "r" * len(splits))
     tags = [
         [tag["source"], tag["lang"], f"{tag['documents']:,}", f"{tag['tokens']:,}"]
-        for tag in splits["train"]["tags"]
+        for tag in splits["train"]["tags"]  # most tokens first
     ]
+    shown = tags if all_sources else tags[:_SHOWN_SOURCES]
     printer.heading("train by source")
-    printer.table(["source", "lang", "documents", "tokens"], tags, "llrr")
+    printer.table(["source", "lang", "documents", "tokens"], shown, "llrr")
+    if len(shown) < len(tags):
+        printer.text(f"and {plural(len(tags) - len(shown), 'smaller source')}; --details lists all")
     for name, split in splits.items():
         if len(split["languages"]) > 1:
             _print_languages(printer, name, split["languages"])

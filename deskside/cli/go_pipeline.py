@@ -235,6 +235,7 @@ class Pipeline:
             pretraining_answer(self.run, summary),
             {"run": self.run.path, "report": page},
             f"chat {path}",
+            f"serve {path}",
             f"sft {path} --data CHAT.jsonl",
         )
 

@@ -24,7 +24,7 @@ from deskside.utils.parsing import read_json_object
 class PlanOptions(PlanQuestion, JsonOption):
     """Plan before training: find the best model for a budget, or judge a given model.
 
-    For a budget, the answer is three plans: safe, target and stretch.
+    For a budget, the answer is up to three plans: safe, target and stretch, with a * at the recommended one.
     For a model, it is yes, yes-if (with what to change) or no (with what is needed).
     The configuration options of deskside train (--model.*, --batch.*, ...) are accepted too.
 

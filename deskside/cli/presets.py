@@ -57,4 +57,8 @@ def run(argv: Sequence[str]) -> int:
     printer = Printer()
     printer.table(["preset", "parameters", "layers", "width", "sequence", ""], cells, "lrrrrl")
     printer.text("\nOther sizes: d2, d4, ... (depth N: N layers, width 64 x N), or a .toml file.")
+    printer.text(
+        "Parameters are those with the preset's own vocabulary. Data with a larger one enlarges the model's embedding "
+        "and head."
+    )
     return 0

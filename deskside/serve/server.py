@@ -16,6 +16,7 @@ import uvicorn
 from starlette.routing import Route
 from tokenizers import Tokenizer
 
+from deskside.data.chat.renderer import read_chat_template
 from deskside.data.encoder import choose_encoder
 from deskside.engine.engine import Engine
 from deskside.serve.admission import Admission
@@ -121,11 +122,17 @@ def serve(loaded: Loaded, engine: Engine, options: ServerOptions, listening: soc
     step = "" if loaded.step is None else f", step {loaded.step}"
     encoder = choose_encoder(Tokenizer.from_str(loaded.tokenizer.to_str()))  # a copy, because it is changed
 
+    chats = read_chat_template(loaded.tokenizer_dir) is not None
+
     def started() -> None:
         print(f"serving {name}{step}: {address}  (Ctrl-C stops it)", flush=True)
         if options.adapters:
             say(f"adapters, chosen by the model of a request: {', '.join(options.adapters)}")
         say(f"API: {address}/v1, batch size {options.max_batch}, KV cache of {engine.nbytes / 2**30:.2f} GiB")
+        if not chats:
+            say(
+                "this model has no chat template: it continues text (/v1/completions) and refuses /v1/chat/completions"
+            )
         say(f"prompts are encoded with {encoder.describe()}")
 
     async def run() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from deskside.cli import data
 from deskside.cli.data import run
 from deskside.utils.errors import RunError, UsageError
 from tests.data.data_corpus import make_corpus
@@ -29,6 +30,49 @@ def test_prepare_verify_show(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert facts["vocab_size"] == 300 and 0 < facts["splits"]["train"]["utilisation"]["512"] <= 1
     assert run([*command[:4], "--vocab-size", "310", "--workers", "1", "--no-resume", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["vocab_size"] == 310
+
+
+def test_next_commands_follow_the_amount_of_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_corpus(tmp_path / "a.jsonl", 60)
+    monkeypatch.chdir(tmp_path)
+    command = ["prepare", "a.jsonl", "--out", "out", "--vocab-size", "300", "--workers", "1"]
+
+    def suggested(*options: str) -> list[str]:
+        assert run([*command, *options]) == 0
+        lines = capsys.readouterr().out.partition("next:\n")[2].splitlines()
+        return [line.strip().removeprefix("deskside ") for line in lines]
+
+    own_corpus = "go --hours 1 --data out --own-corpus"
+    assert suggested() == ["go --preset demo --hours 0.05 --data out", own_corpus]
+    published = tmp_path / "published"
+    published.mkdir()
+    (tmp_path / "out" / "tokenizer.json").rename(published / "tokenizer.json")
+    assert suggested("--tokenizer", "published", "--no-resume") == [own_corpus]
+    monkeypatch.setattr(data, "_SMALL_CORPUS", 1)
+    large = ["plan --here --hours 24 --data.path out", "go --hours 24 --data out"]
+    assert suggested("--tokenizer", "published") == large
+
+
+def test_show_lists_the_largest_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every file that a shell's pattern names is a source of its own."""
+    files = [tmp_path / f"text-{letter}.txt" for letter in "abcdefghijklmno"]
+    for number, file in enumerate(files):
+        file.write_text(f"a line of text {number}\n" * (100 + number))
+    out = str(tmp_path / "out")
+    command = ["prepare", *map(str, files), "--out", out, "--vocab-size", "300", "--workers", "1", "--json"]
+    assert run(command) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert not [warning for warning in report["warnings"] if "no text of source" in warning]
+    trained = report["documents"]["train"]
+    assert 10 < trained < 15
+    for options, listed in ((["show", out], 10), (["show", out, "--details"], trained)):
+        assert run(options) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert len([line for line in lines if line.startswith("text-")]) == listed
+    assert run(["show", out, "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["splits"]["train"]["tags"]) == trained
 
 
 def test_damage_exits_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

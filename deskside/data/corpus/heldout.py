@@ -14,6 +14,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -232,7 +233,9 @@ def validation_warnings(index: DatasetIndex) -> list[str]:
             "larger --val-fraction, or --val SOURCE"
         )
     for kind in ("lang", "source"):
-        missing = sorted(_values(index, train, kind) - _values(index, val, kind))
+        # Of a source with one document, such as a file that a shell's pattern named, nothing can be held out.
+        fewest = 1 if kind == "lang" else 2
+        missing = sorted(_values(index, train, kind, fewest) - _values(index, val, kind))
         if missing and _values(index, val, kind):
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
             noun = "language" if kind == "lang" else "source"
@@ -240,7 +243,9 @@ def validation_warnings(index: DatasetIndex) -> list[str]:
     return warnings
 
 
-def _values(index: DatasetIndex, split: SplitInfo, kind: str) -> set[str]:
-    """Return the languages or sources of a split. kind: "lang" or "source"."""
-    tags = {tag for shard in split.shards for tag in shard.tags}
-    return {value for tag in tags if (value := getattr(index.tags[tag], kind))}
+def _values(index: DatasetIndex, split: SplitInfo, kind: str, fewest: int = 1) -> set[str]:
+    """Return the languages or sources of a split with at least `fewest` documents. kind: "lang" or "source"."""
+    documents: Counter[str] = Counter()
+    for tag, (number, _) in split.counts_by_tag().items():
+        documents[getattr(index.tags[tag], kind)] += number
+    return {value for value, number in documents.items() if value and number >= fewest}
