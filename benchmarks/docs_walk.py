@@ -56,6 +56,8 @@ LOSE_A_NODE = BOTH_NODES.replace(
 SMALLER: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
     "deskside data prepare corpus": (
         (("--out", "--vocab-size 1024 --out"),), "the vocabulary of the preset demo"),
+    "deskside data prepare my-texts": (
+        (("--out", "--vocab-size 1024 --out"),), "the vocabulary of the preset demo"),
     "deskside data prepare indic": (
         (("--vocab-size 50304", "--vocab-size 1024"),), "the vocabulary of the preset demo"),
     "deskside train * --data.path DIR": (
@@ -268,6 +270,9 @@ def make_inputs(folder: Path) -> None:
 
     texts = [{"text": "\n\n".join(parts[n : n + 8])} for n in range(0, len(parts), 8)]
     write("corpus/part.jsonl.gz", [*texts])
+    (folder / "my-texts").mkdir(parents=True)
+    for number, row in enumerate(texts):
+        (folder / f"my-texts/{number}.txt").write_text(row["text"], "utf-8")
     (folder / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts[-20:]), "utf-8")
     write("english/part.jsonl.gz", [*texts[: len(texts) // 2]])
     write("indic/hi_train.jsonl.gz", [{**row, "lang": "hi"} for row in texts[len(texts) // 2 :]])
