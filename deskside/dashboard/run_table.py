@@ -176,7 +176,7 @@ def search_row(search: Search, name: str) -> TableRow:
         kind=SEARCH,
         details=" · ".join(printable(part) for part in parts if part),
         status=search.status,
-        progress=None if ended else min(1.0, search.spent_seconds / (3600 * outcome.hours or 1.0)),
+        progress=None if ended else search.share_spent,
         bpb=bpb,
         seconds=search.spent_seconds,
         created=search.created,

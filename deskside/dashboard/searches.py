@@ -31,6 +31,12 @@ class Search:
     status: str = INTERRUPTED
     spent_seconds: float = 0.0
 
+    @property
+    def share_spent(self) -> float:
+        """Share of its hours that is over, 0 to 1."""
+        seconds = 3600 * self.outcome.hours if self.outcome is not None else 0.0
+        return min(1.0, max(0.0, self.spent_seconds / seconds)) if seconds > 0 else 1.0
+
 
 def read_search(path: Path) -> Search:
     """Read a search. Its status is that of `with_status`."""

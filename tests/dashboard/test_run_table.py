@@ -5,12 +5,14 @@ import fcntl
 import io
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from deskside.dashboard import file_cache, notes, run_table
 from deskside.dashboard.run_table import RUN, SEARCH, STUDY, TRIAL, RowFilter, TableRow
+from deskside.dashboard.searches import Search
 from deskside.dashboard.sidebar import Context
 from deskside.facts.power_and_prices import electricity_prices
 from tests.dashboard import made_up
@@ -81,14 +83,45 @@ def test_a_search_has_one_row_with_its_best_so_far(tmp_path: Path) -> None:
         assert rows(tmp_path)["searches/now"].status == "running"
 
 
-def test_a_damaged_search_is_listed_with_the_reason(tmp_path: Path) -> None:
+def damaged(folder: Path, text: str | None) -> None:
+    """Give the search a result.json with this text, or a directory in its place."""
+    path = folder / "result.json"
+    path.unlink()
+    if text is None:
+        path.mkdir()
+    else:
+        path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("{", None),
+        ("{", ""),
+        ('"hours": 1.0', '"hours": NaN'),
+        ('"hours": 1.0', '"hours": 1e308'),
+        ('"spent_seconds": 1800.0', '"spent_seconds": Infinity'),
+        ('"optim.lr": 0.16', '"optim.lr": 1e308'),
+        ('"trials": [', '"trials": [null,'),
+    ],
+)
+def test_a_damaged_search_is_listed_with_the_reason(tmp_path: Path, old: str, new: str | None) -> None:
     made_up.search(tmp_path / "s")
-    (tmp_path / "s/result.json").write_text('{"name": "ma')
+    text = (tmp_path / "s/result.json").read_text()
+    assert old in text
+    damaged(tmp_path / "s", None if new is None else text.replace(old, new, 1))
     scan = file_cache.scan_result(str(tmp_path))
     told = notes.problem_rows(Context(tmp_path, scan, None))
-    assert (
-        [row["directory"] for row in told] == ["s"] and "damaged" in told[0]["why"] and rows(tmp_path) == {}
-    )
+    assert [row["directory"] for row in told] == ["s"] and rows(tmp_path) == {}
+    assert "damaged" in told[0]["why"] or "cannot be read" in told[0]["why"]
+
+
+@pytest.mark.parametrize("seconds, hours, share", [(-5.0, 1.0, 0.0), (9e3, 1.0, 1.0), (1.0, 0.0, 1.0)])
+def test_the_share_of_a_search_is_between_0_and_1(
+    tmp_path: Path, seconds: float, hours: float, share: float
+) -> None:
+    outcome = replace(made_up.search(tmp_path / "s", complete=False), hours=hours, spent_seconds=seconds)
+    assert Search(tmp_path / "s", outcome, "", spent_seconds=seconds).share_spent == share
 
 
 def test_a_trial_is_named_without_its_study(tmp_path: Path) -> None:

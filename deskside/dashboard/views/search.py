@@ -70,8 +70,8 @@ def _draw_head(context: Context, path: Path, name: str) -> None:
         return
     time = f"{elapsed(search.spent_seconds)} of {elapsed(3600 * outcome.hours)}"
     if search.status == "running":
-        share = search.spent_seconds / (3600 * outcome.hours or 1.0)
-        st.progress(min(1.0, share), text=literal(f"running: {time}; {_running_trials(search, outcome)}"))
+        running = literal(f"running: {time}; {_running_trials(search, outcome)}")
+        st.progress(search.share_spent, text=running)
     st.write(literal(outcome.answer))
     how = "TPE with successive halving" if outcome.prune else "TPE"
     how = "chosen at random" if outcome.sampler == "random" else how

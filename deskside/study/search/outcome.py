@@ -9,6 +9,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from deskside.config.base import first_problem
 from deskside.config.imported import toml_value
+from deskside.run.record import number
 from deskside.study.results import Comparison, Results, status_text
 from deskside.study.search.search_folder import RESULT, SearchPlan
 from deskside.study.search.suggestions import Suggested
@@ -194,16 +195,31 @@ def write_outcome(outcome: Outcome, folder: Path) -> None:
 
 
 def read_outcome(folder: Path) -> Outcome:
-    """Read result.json. Raises RunError if it is missing or damaged."""
+    """Read result.json. Raises RunError if it is missing, unreadable or damaged."""
     path = folder / RESULT
     try:
-        return _adapter().validate_python(json_value(path.read_bytes()))
+        content = json_value(path.read_bytes(), finite=True)
+        _check_magnitudes(content)
+        return _adapter().validate_python(content)
     except FileNotFoundError:
         raise RunError(f"{folder}: this search has no result yet") from None
+    except OSError as error:
+        raise RunError(f"{path}: cannot be read ({error.strerror})") from None
     except ValidationError as error:
         raise RunError(f"{path}: is damaged ({first_problem(error)})") from None
     except ValueError as error:
         raise RunError(f"{path}: is damaged ({error})") from None
+
+
+def _check_magnitudes(value: Any) -> None:
+    """Raise ValueError for a number that would overflow the arithmetic of a plot."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for item in value:
+            _check_magnitudes(item)
+    elif isinstance(value, float) and number(value) is None:
+        raise ValueError(f"it has the number {value}")
 
 
 @cache
