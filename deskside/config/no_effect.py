@@ -31,6 +31,18 @@ def _not_fused(config: RunConfig) -> bool:
     return config.compute.compile in ("off", "block", "model")
 
 
+def _no_embedding_rate(config: RunConfig) -> bool:
+    """Return True if no embedding has a rate of its own: a tied one has the head's, and position embeddings remain."""
+    return config.model.tie_word_embeddings and config.model.position_embedding != "learned"
+
+
+def _frozen_embedding(config: RunConfig) -> bool:
+    """Return True if no embedding trains beside adapters, or only one that is also the head."""
+    if config.adapter is None:
+        return False
+    return config.model.tie_word_embeddings or "embed_tokens" not in config.adapter.modules_to_save
+
+
 def _no_bf16_weight_gradient(config: RunConfig) -> bool:
     """Return True if no block, projection or step computes a weight gradient in BF16."""
     precision = config.precision
@@ -162,6 +174,18 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
         "EMA-Nesterov is off: remove it, or set optim.ema_nesterov",
     ),
     (
+        "optim.embedding_lr",
+        "model.tie_word_embeddings",
+        _no_embedding_rate,
+        "the embedding is also the head and has its rate: remove it, or use model.tie_word_embeddings false",
+    ),
+    (
+        "optim.embedding_lr",
+        "adapter.rank",
+        _frozen_embedding,
+        "no embedding of its own trains beside the adapters: remove it, or set adapter.modules_to_save embed_tokens",
+    ),
+    (
         "average.start average.every average.blend average.offload",
         "average.name",
         lambda c: c.average.name == "none",
@@ -232,3 +256,8 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
 NO_EFFECT = tuple(
     NoEffect(key, cause, ignored, remedy) for keys, cause, ignored, remedy in _RULES for key in keys.split()
 )
+
+
+def has_effect(key: str, config: RunConfig) -> bool:
+    """Return True if no other key takes the effect of this key away."""
+    return not any(rule.key == key and rule.ignored(config) for rule in NO_EFFECT)

@@ -230,6 +230,14 @@ LIVE_AND_DEAD: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
             "optim": {"name": "adamw"},
         },
     ),
+    ("optim.embedding_lr", "model.tie_word_embeddings"): (
+        {"optim": {"embedding_lr": 0.2}},
+        {"model": {"tie_word_embeddings": True}},
+    ),
+    ("optim.embedding_lr", "adapter.rank"): (
+        {"optim": {"name": "adamw", "embedding_lr": 0.2}},
+        {"adapter": {"rank": 8}, "optim": {"name": "adamw"}},
+    ),
     ("optim.scale", "adapter.rank"): (
         {"optim": {"scale": False}},
         {"adapter": {"rank": 8}, "optim": {"name": "adamw"}},
@@ -274,7 +282,7 @@ def test_every_rule_has_a_case() -> None:
 @pytest.mark.parametrize("rule", RULES)
 def test_a_key_that_lost_its_effect_to_a_higher_layer_is_dropped(rule: Any) -> None:
     below, above = LIVE_AND_DEAD[rule.key, rule.cause]
-    live, default = value_at(build([below]), rule.key), value_at(RunConfig(), rule.key)
+    live, default = value_at(build([below]), rule.key), value_at(build([above]), rule.key)
     assert live != default
     assert value_at(build([below, above]), rule.key) == default
 

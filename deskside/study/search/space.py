@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from deskside.config.duration import Duration
 from deskside.config.merge import KeyPath, config_fields
+from deskside.config.no_effect import has_effect
 from deskside.config.run import RunConfig
 from deskside.study.search.proxy import resized
 from deskside.study.spec.spec import suggestion
@@ -131,13 +132,13 @@ class Dimension:
 
 
 def dimensions(over: str | None, config: RunConfig) -> list[Dimension]:
-    """Return the dimensions of `--over` (None: `DEFAULT_KEYS`, as far as the optimizer and schedule have them).
+    """Return the dimensions of `--over` (None: `DEFAULT_KEYS`, as far as they have an effect).
 
     over: "KEY" or "KEY=LOW:HIGH", separated by commas. Raises UsageError for a key that cannot be searched.
     """
     if over is None:
-        keys = [key for key in DEFAULT_KEYS if key == DEPTH or value_of(config, key) is not None]
-        return [dimension(key, None, config) for key in keys if key == DEPTH or value_of(config, key)]
+        keys = [key for key in DEFAULT_KEYS if key == DEPTH or value_of(config, key)]
+        return [dimension(key, None, config) for key in keys if has_effect(key, config)]
     result: list[Dimension] = []
     for text in over.split(","):
         key, sign, ends = text.strip().partition("=")

@@ -22,6 +22,15 @@ def test_ranges_follow_from_the_default_and_contain_it() -> None:
         assert merge.build([*presets.layers("124m"), one.layer(one.default_parameter, CONFIG)]) == CONFIG
 
 
+def test_a_key_without_effect_is_not_searched() -> None:
+    """The rate of an embedding that is also the head; gpt2's positions are an embedding too."""
+    tied = merge.build([*presets.layers("124m"), {"model": {"tie_word_embeddings": True}}])
+    keys = {one.key for one in space.dimensions(None, tied)}
+    assert set(space.DEFAULT_KEYS) - keys == {"optim.embedding_lr"}
+    gpt2 = merge.build(presets.layers("gpt2"))
+    assert "optim.embedding_lr" in {one.key for one in space.dimensions(None, gpt2)}
+
+
 def test_types_decide_what_can_be_searched() -> None:
     known = space.searchable(CONFIG)
     assert {
