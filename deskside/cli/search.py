@@ -42,11 +42,13 @@ class SearchOptions(JsonOption):
 
     PRESET is a preset or a .toml file whose settings are the default; or the directory of a search, with --resume.
 
-    Trials are chosen by TPE (Optuna), checked by the planner before they start, and ended early if they are worse than
-    others at the same time (successive halving). The best one is then compared with the default on fresh seeds.
+    Trials are chosen by TPE (Optuna), checked by the planner before they start,
+    and ended early if they are worse than others at the same time (successive
+    halving). The best one is then compared with the default on fresh seeds.
 
-    If the run that is searched for (--schedule.length) is too long for enough trials, they are shorter and their model
-    is smaller; settings carry over by optim.scale.
+    If the run that is searched for (--schedule.length) is too long for enough
+    trials, they are shorter and their model is smaller; settings carry over by
+    optim.scale.
 
     Examples:
       deskside search 124m --data.path data/english --hours 10

@@ -152,8 +152,8 @@ def _check_tied_until(config: RunConfig) -> None:
 def _check_dropout(config: RunConfig) -> None:
     """Raise ValueError, with the remedy, if this run cannot drop values."""
     unsupported = (
-        (config.dropout < 2**-16, f"is a multiple of 1/65536, and {config.dropout} is less; use 0"),
-        (config.adapter is not None, "trains all weights; use --adapter.dropout for adapters"),
+        (config.dropout < 2**-16, f"{config.dropout} is below the smallest rate, 1/65536; use 0"),
+        (config.adapter is not None, "is for runs that train all weights; use --adapter.dropout"),
         (config.align is not None, "is not supported in fine-tuning; leave it out"),
         (config.parallel.context > 1, "is not supported with shared rows; use --parallel.context 1"),
     )

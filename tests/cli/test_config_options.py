@@ -306,8 +306,11 @@ def test_align_options_exist_only_for_their_command(capsys: pytest.CaptureFixtur
             "dropout: is not supported in fine-tuning",
         ),
         ({"parallel": {"context": 2}, "dropout": 0.1}, "dropout: is not supported with shared rows"),
-        ({"optim": {"name": "adamw"}, "adapter": {"rank": 4}, "dropout": 0.1}, "dropout: trains all weights"),
-        ({"dropout": 1e-6}, "dropout: is a multiple of 1/65536"),
+        (
+            {"optim": {"name": "adamw"}, "adapter": {"rank": 4}, "dropout": 0.1},
+            "dropout: is for runs that train all weights",
+        ),
+        ({"dropout": 1e-6}, "dropout: 1e-06 is below the smallest rate"),
         ({"dropout": 0.95}, "dropout: "),
     ],
 )
