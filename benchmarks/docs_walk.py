@@ -93,7 +93,8 @@ SMALLER: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
     "deskside grpo": ((("--hours 1", "--steps 2 --questions 2 --align.answer_tokens 16"),), "an hour on a card"),
     "deskside serve": ((("deskside serve", "deskside serve --port 18000"),), "another port"),
     "deskside dashboard": ((("deskside dashboard", "deskside dashboard --port 18501"),), "another port"),
-    "curl http://127.0.0.1:8000": (((":8000", ":18000"),), "the other port"),
+    "curl http://127.0.0.1:8000": (
+        (("curl", "curl --fail-with-body"), (":8000", ":18000")), "the other port; an HTTP error is a failure"),
     "from openai": (((":8000", ":18000"),), "the other port"),
 }  # fmt: skip
 LEFT_OUT = {
