@@ -228,6 +228,11 @@ def make_executor(name: ExecutorName, devices: str | None, kinds: Collection[str
     return RayExecutor(kinds)
 
 
+def executor_option(name: ExecutorName) -> str:
+    """Return what a command for continuing needs to run its trials in the same place."""
+    return "" if name == "local" else f" --executor {name}"
+
+
 def _show_remaining(folder: StudyFolder, plan: StudyPlan, options: StudyOptions, again: list[str]) -> None:
     """Print the trials that --resume would run. Only reads the journal, since another process may be writing it."""
     histories = replay_file(folder.path / JOURNAL)
@@ -283,6 +288,7 @@ def _run(
     if definition is not None:
         prepare_all(plan.arms, say)
         folder.create(plan, definition)
+    resume = f"deskside study {shlex.quote(str(folder.path))} --resume{executor_option(options.executor)}"
     with folder.lock(say) as lock:
         if definition is None:
             folder.write(plan)
@@ -295,10 +301,10 @@ def _run(
         try:
             stopped = runner.run(remaining)
         except KeyboardInterrupt:
-            say(f"stopped; continue with: deskside study {folder.path} --resume")
+            say(f"stopped; continue with: {resume}")
             raise
         except RunError as error:
-            raise RunError(f"{error}; then continue with: deskside study {folder.path} --resume") from None
+            raise RunError(f"{error}; then continue with: {resume}") from None
         results = runner.write_results()
     page = None
     if stopped is None:
@@ -324,7 +330,7 @@ def _run(
     elif page is not None:
         _print_outcome(folder, results, page)
     if stopped is not None:
-        say(f"stopped by {stopped}; continue with: deskside study {folder.path} --resume")
+        say(f"stopped by {stopped}; continue with: {resume}")
         return exit_code(stopped)
     if not any(arm.finished() for arm in results.arms):
         reason = next((trial.reason for arm in results.arms for trial in arm.trials if trial.reason), "")

@@ -8,19 +8,26 @@ The study's folder and its data must be on storage that every node mounts at the
 died is then continued from its newest checkpoint on another one. If only the connection was lost, the process of the
 old attempt may still run: it saves and stops when its actor dies, and holds a lock in the study's folder until then.
 A new attempt waits for this lock.
+
+If the head of the cluster dies, the study ends (`head_calls.py`). The trials on other nodes save and end by themselves
+when Ray ends there, after about a minute.
 """
 
+import atexit
 import contextlib
 import os
 import socket
+import sys
 import time
 from collections.abc import Collection, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from deskside.study.execute.attempt_lock import attempt_lock, is_idle
 from deskside.study.execute.devices import THREADS, Device
+from deskside.study.execute.head_calls import HeadCalls
 from deskside.study.execute.trial_process import (
     LOST,
     OUTCOME_FILE,
@@ -101,30 +108,38 @@ class RayTrial:
 
     Args:
         options: Options of the actor: its node, and its share of the node's GPUs and cores.
+
+    Raises RunError if the head of the cluster does not answer.
     """
 
     pid = None
 
-    def __init__(self, job: TrialJob, device: Device, options: dict[str, Any]):
+    def __init__(self, job: TrialJob, device: Device, options: dict[str, Any], head: HeadCalls):
         import ray
 
+        self._head = head
         self._run = Path(job.run)
         self._progress = Progress(self._run)
         self._started = time.monotonic()
         self._lost = ""
         self._stop_requested = False
         (self._run / OUTCOME_FILE).unlink(missing_ok=True)
-        self._actor: Any = ray.remote(TrialSupervisor).options(max_concurrency=2, **options).remote()
+        self._actor: Any = head.get(
+            lambda: ray.remote(TrialSupervisor).options(max_concurrency=2, **options).remote()
+        )
         self._ready = self._actor.ready.remote()
         self._end = self._actor.run.remote(asdict(job), device.environment, os.getcwd(), code_version())
 
     def poll(self) -> TrialEnd | None:
         """Return how the trial ended, LOST if its node or actor died, or None while it runs.
 
+        A trial is STOPPED if the head died. Its process may still run, which only a later attempt waits for.
         Raises RunError for a node that cannot run trials.
         """
         import ray
 
+        if self._head.dead:
+            return self._end_by_outcome(STOPPED, "the head of the Ray cluster died")
         if not self._lost:
             ready, _ = ray.wait([self._end], timeout=0)
             if not ready:
@@ -139,18 +154,27 @@ class RayTrial:
                         f"a node cannot start trials: {str(error).strip().splitlines()[-1]}"
                     ) from None
             else:
-                ray.kill(self._actor)
+                self._end_actor()
                 if status == UNUSABLE:
                     self._lost = reason
                     raise RunError(reason)
                 return TrialEnd(status, reason, seconds)
         if not is_idle(self._run):
             return None  # the old process still saves
+        return self._end_by_outcome(STOPPED if self._stop_requested else LOST, self._lost)
+
+    def _end_by_outcome(self, status: str, reason: str) -> TrialEnd:
+        """Return how the trial's process ended as it recorded itself, or this status if it ended before its time."""
         seconds = time.monotonic() - self._started
-        outcome = read_outcome(self._run)
+        outcome = read_outcome(self._run) if is_idle(self._run) else None
         if outcome is not None and outcome[0] != STOPPED:
             return TrialEnd(*outcome, seconds)
-        return TrialEnd(STOPPED if self._stop_requested else LOST, self._lost, seconds)
+        return TrialEnd(status, reason, seconds)
+
+    def _end_actor(self) -> None:
+        import ray
+
+        self._head.begin(lambda: ray.kill(self._actor))
 
     @property
     def lost(self) -> bool:
@@ -171,21 +195,25 @@ class RayTrial:
         import ray
 
         self._stop_requested = True
+        if self._head.dead:
+            return
         if ray.wait([self._ready], timeout=0)[0]:
             self._actor.stop.remote()
         else:
-            ray.kill(self._actor)
+            self._end_actor()
 
     def kill(self) -> None:
         """Kill the trial, and wait until its process has ended or its node is known to be dead."""
         import ray
 
         self._stop_requested = True
+        if self._head.dead:
+            return
         lost = ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError
         with contextlib.suppress(*lost, ray.exceptions.GetTimeoutError):
             ray.get(self._actor.kill.remote(), timeout=CALL_SECONDS)
             ray.wait([self._end], timeout=CALL_SECONDS)
-        ray.kill(self._actor)
+        self._end_actor()
 
 
 class RayExecutor:
@@ -211,20 +239,31 @@ class RayExecutor:
                     f"--executor ray: {_first_line(error)}; start a cluster with: ray start --head, and on the other "
                     f"machines: ray start --address HOST:6379"
                 ) from None
+            atexit.register(self._leave)  # after Ray has registered its own, so that this is called first
+        self._head = HeadCalls(ray.get_runtime_context().gcs_address)
         self._cpu_only = set(kinds) == {"cpu"}
         self._options: dict[str, dict[str, Any]] = {}  # of the actor, by the name of the device
         self._devices: list[Device] = []
-        self._looked = float("-inf")
+        self._asked = time.monotonic()
+        self._nodes: Future[list[dict[str, Any]]] | None = None  # the list that the head was asked for
         self._avoided: dict[str, float] = {}  # device -> until when
         self._trials: dict[str, RayTrial] = {}  # the last trial of each device
-        self.devices()
+        self._list_devices(self._head.get(ray.nodes))
 
     def devices(self) -> Sequence[Device]:
-        """Return the devices of the nodes that are alive, without those that lost a trial just now."""
+        """Return the devices of the nodes that are alive, without those that lost a trial just now.
+
+        Raises RunError if the head does not answer, or no node is alive.
+        """
+        import ray
+
+        self._head.check()
         now = time.monotonic()
-        if now - self._looked >= REFRESH_SECONDS:
-            self._look()
-            self._looked = now
+        if self._nodes is not None and self._nodes.done():
+            self._list_devices(self._nodes.result())
+            self._nodes = None
+        if self._nodes is None and now - self._asked >= REFRESH_SECONDS:
+            self._nodes, self._asked = self._head.begin(ray.nodes), now
         for name, trial in list(self._trials.items()):
             if trial.lost:
                 del self._trials[name]
@@ -236,15 +275,21 @@ class RayExecutor:
             pass
 
     def start(self, job: TrialJob, device: Device, lock: int | None) -> RayTrial:
-        trial = self._trials[device.name] = RayTrial(job, device, self._options[device.name])
+        trial = self._trials[device.name] = RayTrial(job, device, self._options[device.name], self._head)
         return trial
 
-    def _look(self) -> None:
-        """Read the list of nodes. Raises RunError if none is alive."""
-        import ray
+    def _leave(self) -> None:
+        """End the process of a study whose head died, before Ray tries to take leave of the head."""
+        if self._head.dead:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(RunError.exit_code)
+
+    def _list_devices(self, described: list[dict[str, Any]]) -> None:
+        """List the devices of the nodes that ray.nodes() described. Raises RunError if none is alive."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        nodes = [node for node in ray.nodes() if node["Alive"]]
+        nodes = [node for node in described if node["Alive"]]
         gpus = {} if self._cpu_only else {n["NodeID"]: int(n["Resources"].get("GPU", 0)) for n in nodes}
         self._devices.clear()
         for node in sorted(nodes, key=lambda node: node["NodeID"]):

@@ -1,5 +1,9 @@
-"""Trials on a Ray cluster of two nodes on this machine: the same results as without it, also if a node is killed."""
+"""Trials on a Ray cluster of two nodes on this machine: the same results as without it, also if a node is killed.
 
+If the head is killed, the study ends with one line, and a new cluster continues it.
+"""
+
+import contextlib
 import json
 import os
 import re
@@ -11,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +25,10 @@ from deskside.study import results as files
 from deskside.study.execute.attempt_lock import attempt_lock, is_idle
 from deskside.study.execute.devices import Device
 from deskside.study.execute.executor import LocalExecutor
+from deskside.study.execute.head_calls import HeadCalls
 from deskside.study.execute.ray_executor import UNUSABLE, RayExecutor, RayTrial, TrialSupervisor
 from deskside.study.execute.study_folder import StudyFolder
-from deskside.study.execute.trial_process import LOST, TrialJob
+from deskside.study.execute.trial_process import LOST, OUTCOME_FILE, STOPPED, TrialJob
 from deskside.utils.errors import RunError
 from deskside.utils.machine import code_version
 from tests.study import fake_trials
@@ -66,6 +72,7 @@ def test_each_gpu_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     ray = pytest.importorskip("ray")
     nodes = [node("head", 0, 0), node("a", 1, 2), node("b", 2, 1, 6), node("gone", 3, 4, alive=False)]
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="head:6379"))
     monkeypatch.setattr(ray, "nodes", lambda: nodes)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
@@ -109,17 +116,26 @@ def test_the_supervisor_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     )
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    """A cluster with one node; tests add and remove the second."""
+@contextlib.contextmanager
+def new_cluster() -> Iterator[Any]:
+    """Start a cluster with one node, at $RAY_ADDRESS."""
     ray_cluster = pytest.importorskip("ray.cluster_utils")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("PYTHONPATH", str(ROOT))
         made = ray_cluster.Cluster(initialize_head=True, head_node_args={**NODE, "_system_config": HEALTH})
         patch.setenv("RAY_ADDRESS", made.address)
+        try:
+            yield made
+        finally:
+            made.shutdown()
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A cluster with one node; tests add and remove the second."""
+    with new_cluster() as made:
         yield made
-        made.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -148,11 +164,14 @@ def begin(folder: Path, data: Path, *argv: str) -> "subprocess.Popen[bytes]":
 
 def measured(study: Path) -> dict[str, dict[str, float]]:
     """Return what must not depend on where a trial ran, by trial."""
-    results = files.read(study)
-    assert results.complete
+    assert files.read(study).complete
+    return measured_so_far(study)
+
+
+def measured_so_far(study: Path) -> dict[str, dict[str, float]]:
     return {
         f"{arm.id}-s{trial.seed}": {name: trial.metrics[name] for name in COMPARED}
-        for arm in results.arms
+        for arm in files.read(study).arms
         for trial in arm.trials
         if trial.status == "finished"
     }
@@ -221,7 +240,8 @@ def test_a_node_that_vanishes_before_the_start_is_a_loss(
     monkeypatch.setattr(ray, "wait", lambda refs, timeout: (state["ready"], refs))
     run = tmp_path / "runs" / "a-s1"
     run.mkdir(parents=True)
-    trial = RayTrial(TrialJob("", str(run), {}, "", False, 0.8), Device("cpu@a", {}), {})
+    head = HeadCalls("head:6379")
+    trial = RayTrial(TrialJob("", str(run), {}, "", False, 0.8), Device("cpu@a", {}), {}, head)
     trial.seconds_without_progress()
     time.sleep(0.05)
     assert trial.poll() is None and trial.seconds_without_progress() == 0
@@ -230,6 +250,29 @@ def test_a_node_that_vanishes_before_the_start_is_a_loss(
     state["ready"] = [object()]
     end = trial.poll()
     assert end is not None and end.status == LOST and "the node is dead" in end.reason and trial.lost
+
+
+def test_nothing_is_asked_of_ray_once_the_head_is_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial whose process may still run is stopped, not lost; one that has ended is what it recorded itself."""
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "remote", lambda _: GoneNode())
+    head, run = HeadCalls("head:6379"), tmp_path / "runs" / "a-s1"
+    run.mkdir(parents=True)
+    trial = RayTrial(TrialJob("", str(run), {}, "", False, 0.8), Device("cpu@a", {}), {}, head)
+    head.dead = True
+    for call in ("wait", "get", "kill"):
+        monkeypatch.delattr(ray, call)
+    (run / OUTCOME_FILE).write_text('{"status": "finished", "reason": ""}')
+    with attempt_lock(run):
+        running = trial.poll()
+    trial.stop()
+    trial.kill()
+    ended = trial.poll()
+    assert (
+        running is not None and ended is not None and (running.status, ended.status) == (STOPPED, "finished")
+    )
 
 
 @pytest.mark.full
@@ -284,3 +327,38 @@ def test_a_stopped_study_saves(cluster: Any, data: Path, tmp_path: Path) -> None
     assert checkpoints(study, first)
     run = StudyFolder(study).run(first["arm"], first["seed"])
     assert json.loads((run / "trial.json").read_text())["status"] == "stopped"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("killed", ["server", "all"])
+def test_a_dead_head_ends_the_study_with_one_line(killed: str, data: Path, tmp_path: Path) -> None:
+    """The second of four trials runs when the head's server, or the whole head, dies. A new head finishes the study."""
+    study, err = tmp_path / "studies" / "tiny", tmp_path / "err.txt"
+    options = "--executor", "ray", "--seeds", "2", "--steps-per-arm", "160"
+    with new_cluster() as first:
+        address = first.address
+        process = begin(tmp_path, data, *options)
+        wait_for(lambda: len(begun := events(study, "started")) == 2 and checkpoints(study, begun[1]))
+        if killed == "server":
+            first.head_node.kill_gcs_server()
+        else:
+            first.head_node.kill_all_processes(check_alive=False, allow_graceful=False)
+        code = process.wait(timeout=120)
+        told = [line for line in err.read_text().splitlines() if line]
+        assert code == 1, told
+        errors = [
+            line for line in told if "deskside: " in line or "rpc_client" in line or "Traceback" in line
+        ]
+        assert errors == told[-1:] and address in errors[0]
+        assert errors[0].endswith("deskside study studies/tiny --resume --executor ray")
+    finished = {
+        (event["arm"], event["seed"]) for event in events(study, "ended") if event["status"] == "finished"
+    }
+    before = measured_so_far(study)
+    assert finished and len(before) == len(finished) < 4
+    with new_cluster():
+        assert begin(tmp_path, data, *options, "--resume").wait() == 0, err.read_text()
+    after = measured(study)
+    assert len(after) == 4 and {name: after[name] for name in before} == before
+    starts = [(event["arm"], event["seed"]) for event in events(study, "started")]
+    assert all(starts.count(trial) == 1 for trial in finished)
