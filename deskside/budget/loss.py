@@ -17,6 +17,8 @@ Everything is in bits per byte of text, so that tokenizers do not matter. The la
   not agree: from 4.9 to 6.5 epochs the smaller model gained nothing. R_D = 1.3 and R_N = 40 predict all seven runs
   within 0.3 %; the published values are off by up to 4 % and favour models that are too small. The law uses our values,
   and its range includes the prediction of the published ones. More than 6.5 epochs were not measured.
+  Muennighoff et al. find that more than about 40 epochs are worth nothing (their figure 1; by their values 40 have 92 %
+  of what endless ones are worth, by ours all of it). So a plan proposes at most `USEFUL_EPOCHS`.
 - overfitting: with these terms alone, the loss never rises. Lovelace et al. 2026 (arXiv 2605.01640) add a penalty with
   one coefficient that grows with the repetitions and with the parameters per unique token; a strong weight decay
   lowered theirs by 70 %. Ours is overfit (tokens / U - 1) (params / U). Its coefficient is 0, so that the penalty is
@@ -25,9 +27,13 @@ Everything is in bits per byte of text, so that tokenizers do not matter. The la
 - offset: depends on corpus and recipe. Our runs end 4 to 5 % above the law of nanochat's corpus; staged sequence
   lengths account for 0.01 bits of this. The default offset lies in between. Its range of 8 % is wide, because other
   corpora will differ more. `fit_offset` fits the offset to a pilot on the user's corpus.
+- ceiling: the law has none. For few tokens, it exceeds the loss of an untrained model, so a forecast is the law bounded
+  by baselines of the text (`bounded`). Seven runs of the shape of `demo` over 0.2 to 3 million unique tokens ended at
+  0.59 to 0.80 of the unigram baseline, without overfitting; a model that overfits can end above it.
 
 The law is for Muon with a decayed learning rate; AdamW ended 0.10 to 0.12 bits higher in our only comparison. Outside
-the measured sizes (0.04 to 0.4 billion parameters, 0.08 to 4 billion tokens) the range widens with the distance.
+the measured sizes (0.04 to 0.4 billion parameters, 0.08 to 4 billion tokens, 0.07 billion unique tokens or more) the
+range widens with the distance.
 tests/budget/test_loss.py contains the points and repeats the fit.
 """
 
@@ -35,15 +41,18 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from deskside.budget.terms import exp, named
+from deskside.budget.terms import Term, exp, leaf, named
+from deskside.utils.format import count, number
 
 R_D, R_N = 1.3, 40.0  # fitted to our own runs
 PUBLISHED_R_D, PUBLISHED_R_N = 15.387756, 5.309743  # of Muennighoff et al. 2023
 # Up to four epochs, repeated text is almost as useful as new text (Muennighoff et al. 2023, arXiv 2305.16264).
 MAX_EPOCHS = 4
+USEFUL_EPOCHS = 40  # more are worth nothing (the same paper, figure 1)
 MAX_WEIGHTS_PER_TOKEN = 2.0  # per unique token; the most measured with repeated text was 1.4
 BESIROGLU = {"E": 1.8172, "A": 482.01, "alpha": 0.3478, "B": 2085.43, "beta": 0.3658}  # nats per token
 PARAMS_MEASURED, TOKENS_MEASURED = (0.4e8, 4e8), (0.8e8, 4e9)
+MIN_UNIQUE_MEASURED, MAX_EPOCHS_MEASURED = 0.69e8, 6.6  # of runs that read their text more than once
 # Share of the loss by which the range widens per factor of ten below or above the measured sizes.
 WIDER_BELOW, WIDER_ABOVE = 0.12, 0.05
 RECENT_SHARE = 0.4  # the fit to a pilot uses this last share of its tokens
@@ -55,6 +64,9 @@ DATA_TERM_SPREAD = 0.5  # prior: standard deviation of b, as a share of the law'
 DECAY_DROP = 0.010
 # Half-width of an extrapolated loss, as a share: at the pilot's end, and per factor of e in tokens beyond it.
 RANGE_AT_END, RANGE_PER_E_FOLD = 0.01, 0.01
+# What low, expected and high end of a forecast approach, as shares of the baselines of the text, when the law exceeds
+# them; below this share of the limit, the law holds unchanged.
+LOW_SHARE, EXPECTED_SHARE, LAW_SHARE = 0.55, 0.75, 0.85
 PILOT_RANGE = (0.96, 1.04)  # `low` and `high` of a law whose offset was fitted to a pilot
 
 
@@ -116,6 +128,23 @@ class LossLaw:
 
 
 @dataclass(frozen=True)
+class TextBaselines:
+    """Baselines of a validation text in bits per byte. gzip: None if it was not measured.
+
+    untrained: an upper bound on the loss, if it is not `unigram`.
+    """
+
+    unigram: float
+    gzip: float | None = None
+    untrained: float | None = None
+
+    @property
+    def ceiling(self) -> float:
+        """The loss that any trained model beats."""
+        return self.unigram if self.untrained is None else self.untrained
+
+
+@dataclass(frozen=True)
 class Extrapolation:
     """Final loss extrapolated from a pilot, in bits per byte. undecayed: `expected` for a constant learning rate."""
 
@@ -141,6 +170,11 @@ LAW = LossLaw(
 )
 
 
+UNTRAINED_BPB = 3.4  # of a uniform distribution over 32,768 tokens of 4.4 bytes each
+# Baselines of our English corpus (docs/log.md), for a text that is not known.
+TYPICAL_TEXT = TextBaselines(unigram=2.521, gzip=2.975, untrained=UNTRAINED_BPB)
+
+
 def effective_tokens(tokens: float, unique_tokens: float | None, r_d: float = R_D) -> float:
     """Return tokens': how many unique tokens are worth as much as `tokens` from a corpus of `unique_tokens`."""
     if unique_tokens is None or tokens <= unique_tokens:
@@ -163,8 +197,46 @@ def expected_bpb(
     with_published = law.at(params, tokens, unique_tokens, PUBLISHED_R_D, PUBLISHED_R_N)
     with_published = named("with the published constants of repetition", with_published, "bits per byte")
     wider = _widening(params, PARAMS_MEASURED) + _widening(tokens, TOKENS_MEASURED)
+    if unique_tokens is not None and unique_tokens < tokens:
+        wider += WIDER_BELOW * max(0.0, math.log10(MIN_UNIQUE_MEASURED / unique_tokens))
     low = min(expected, with_published) * max(0.1, law.low - wider)
     return low, expected, expected * (law.high + wider)
+
+
+def bounded(
+    loss: tuple[float, float, float], text: TextBaselines = TYPICAL_TEXT
+) -> tuple[float, float, float]:
+    """Return the forecast of (low, expected, high) bits per byte by the law, bounded by the baselines of the text.
+
+    Small values are unchanged. Large ones approach their limit, so that the order and the width of the range are kept,
+    and a lower loss by the law is a lower forecast.
+    """
+    low, expected, high = loss
+    lowest = text.unigram if text.gzip is None else min(text.unigram, text.gzip)
+    return (
+        _below(low, LOW_SHARE * lowest, "limit of the low end"),
+        _below(expected, EXPECTED_SHARE * text.unigram, "limit of the expected loss"),
+        _below(high, text.ceiling, "loss that any trained model beats"),
+    )
+
+
+def outside_measured(params: float, tokens: float, unique_tokens: float | None = None) -> list[str]:
+    """Return what a run has that no run had to which the law was fitted, as texts; none for a run like those."""
+    found = [
+        f"{count(value)} {what} (measured: {count(least)} to {count(most)})"
+        for what, value, (least, most) in (
+            ("weights", params, PARAMS_MEASURED),
+            ("training tokens", tokens, TOKENS_MEASURED),
+        )
+        if not least <= value <= most
+    ]
+    if unique_tokens is None or tokens <= unique_tokens:
+        return found
+    if unique_tokens < MIN_UNIQUE_MEASURED:
+        found.append(f"{count(unique_tokens)} unique tokens (measured: {count(MIN_UNIQUE_MEASURED)} or more)")
+    if tokens > MAX_EPOCHS_MEASURED * unique_tokens:
+        found.append(f"{number(tokens / unique_tokens)} epochs (measured: up to {MAX_EPOCHS_MEASURED:g})")
+    return found
 
 
 def fit_offset(
@@ -183,6 +255,15 @@ def _saturating(value: float, knee: float, rate: float) -> float:
     if value <= knee:
         return value
     return knee * (1 + rate * (1 - exp(-(value / knee - 1) / rate)))
+
+
+def _below(loss: float, limit: float, what: str) -> float:
+    """Return `loss` up to LAW_SHARE of `limit`; beyond, a value that grows with it and approaches `limit`."""
+    start = LAW_SHARE * limit
+    if loss <= start:
+        return loss
+    limit = leaf(what, limit) if isinstance(loss, Term) else limit
+    return limit * (1 - (1 - LAW_SHARE) * exp(-(loss / limit - LAW_SHARE) / (1 - LAW_SHARE)))
 
 
 def _widening(value: float, measured: tuple[float, float]) -> float:

@@ -26,6 +26,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from deskside.budget.loss import USEFUL_EPOCHS
+
 
 @dataclass(frozen=True)
 class ReferencePoint:
@@ -81,8 +83,12 @@ def scales(
 
 
 def decay_for_epochs(epochs: float, from_epochs: float | None) -> float:
-    """Return the factor on the weight decay of a run of `epochs`: 1 up to `from_epochs`, then in proportion to them."""
-    return 1.0 if from_epochs is None else max(1.0, epochs / from_epochs)
+    """Return the factor on the weight decay of a run of `epochs`.
+
+    It is 1 up to `from_epochs`, then proportional to the epochs up to USEFUL_EPOCHS, then constant: no run with more
+    was tuned, and with a decay of thousands of times the usual one a model learns nothing.
+    """
+    return 1.0 if from_epochs is None else max(1.0, min(epochs, USEFUL_EPOCHS) / from_epochs)
 
 
 def best_batch_tokens(total_tokens: float) -> float:

@@ -189,7 +189,10 @@ class Pipeline:
         from deskside.pipeline.pilot import Pilot
 
         plan = self.state.result("plan")
-        config = phases.final_config(plan["config"], self.state.hours * 3600, self.options.get("length"))
+        # A plan has a length if the text is too small for the hours.
+        length = self.options.get("length") or plan.get("length")
+        seconds = plan.get("seconds") or self.state.hours * 3600
+        config = phases.final_config(plan["config"], seconds, length)
         return Pilot(self.state, with_resolved_paths(config, self.options), plan, self.options["target_loss"])
 
     def train_here(self, pilot: Any, begun: bool) -> str:

@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
+from deskside.budget.loss import TYPICAL_TEXT
 from deskside.cli import plan_cloud
 from deskside.cli.card_list import list_cards
 from deskside.cli.options import Command, option
@@ -14,7 +15,7 @@ from deskside.config.duration import HOURS
 from deskside.config.model import ModelConfig
 from deskside.plan import claim_check as claims
 from deskside.plan.planner import make_plan
-from deskside.plan.request import PlanQuestion, PlanRequest, make_request
+from deskside.plan.request import PlanQuestion, PlanRequest, make_request, text_baselines
 from deskside.utils import hub
 from deskside.utils.errors import UsageError
 from deskside.utils.parsing import read_json_object
@@ -147,14 +148,17 @@ def _request(options: PlanOptions, overrides: dict[str, Any], claimed: claims.Cl
     if claimed and claimed.of_card_alone and all(value is None for value in (*budget, *model)):
         return None
     data = overrides.get("data", {}).get("path")
-    if options.unique_tokens is None and data is not None and (Path(data) / "index.json").is_file():
+    text = TYPICAL_TEXT
+    if data is not None and (Path(data) / "index.json").is_file():
         from deskside.data.reading.shards import read_index
 
-        options.unique_tokens = str(read_index(Path(data)).splits["train"].tokens)
+        splits = read_index(Path(data)).splits
+        options.unique_tokens = options.unique_tokens or str(splits["train"].tokens)
+        text = text_baselines(splits.get("val"))
     shape = None
     if options.init is not None:
         options.init, shape = _shape(options.init)
-    return make_request(options, overrides, shape=shape)
+    return make_request(options, overrides, shape=shape, text=text)
 
 
 def _shape(spec: str) -> tuple[str, ModelConfig]:

@@ -5,13 +5,13 @@ CPU and 90 s on a GPU, but at most half of the budget. A phase that does not fit
 Skipping is safe, because training itself checks and measures everything that it depends on.
 """
 
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from deskside.budget.loss import TYPICAL_TEXT, TextBaselines
 from deskside.budget.shape import num_params
 from deskside.config import merge, presets
 from deskside.config.dimensions import padded_vocabulary
@@ -19,8 +19,9 @@ from deskside.config.gpu_batch import build_on_gpus
 from deskside.config.run import RunConfig
 from deskside.doctor.examine import examine
 from deskside.measurements.store import Busy, Row, Store
+from deskside.plan.candidates import ends_early
 from deskside.plan.planner import make_plan
-from deskside.plan.request import PlanQuestion, PlanRequest, make_request
+from deskside.plan.request import PlanQuestion, PlanRequest, make_request, text_baselines
 from deskside.plan.result import Plan, PlannedBand
 from deskside.probe.grid import BENCHMARK_SECONDS, calibration_points, estimate_seconds
 from deskside.probe.sweep import PointResult, Sweep
@@ -221,7 +222,6 @@ def plan(request: PipelineRequest, pretrain_seconds: float) -> tuple[Result, Pla
             f"training for {request.length} takes about {needed}, but only {duration(pretrain_seconds)} of the time "
             "budget remain; start again with more --hours, or with a shorter length"
         )
-    unigram = unigram_bpb(prepared_data(request))
     bands = full_plan.bands if request.preset is None else ()
     calibration = full_plan.request.calibration
     result = {
@@ -229,8 +229,8 @@ def plan(request: PipelineRequest, pretrain_seconds: float) -> tuple[Result, Pla
         "verdict": full_plan.verdict,
         "reasons": list(full_plan.reasons),
         "source": f"modelled from {calibration.source} rates: {calibration.basis}",
-        "bands": [_band_result(band, full_plan, unigram) for band in bands],
-        **_band_result(best, full_plan, unigram),
+        "bands": [_band_result(band, full_plan) for band in bands],
+        **_band_result(best, full_plan),
     }
     # With the verdict "yes", the preset fits unchanged, so it is trained without the planner's changes.
     if request.preset is not None and full_plan.verdict == "yes" and not request.own_corpus:
@@ -277,10 +277,9 @@ def prepared_data(request: PipelineRequest) -> str | None:
     return data if data is not None and (Path(data) / "index.json").is_file() else None
 
 
-def unigram_bpb(data: str | None) -> float | None:
-    """Return the bits per byte of a unigram model on the validation text; None if unknown."""
-    split = None if data is None else _index(data).splits.get("val")
-    return None if split is None else split.unigram_bpb
+def _text(data: str | None) -> TextBaselines:
+    """Return the baselines of the validation text; those of a typical text without data."""
+    return TYPICAL_TEXT if data is None else text_baselines(_index(data).splits.get("val"))
 
 
 def final_config(config: Mapping[str, Any], seconds: float, length: str | None = None) -> RunConfig:
@@ -341,7 +340,9 @@ def _plan_request(request: PipelineRequest, pretrain_seconds: float) -> PlanRequ
         own_corpus=request.own_corpus,
     )
     overrides = given_layer(request) if request.preset is not None else None
-    plan_request = make_request(question, overrides, pretrain_seconds if tokens is None else None)
+    plan_request = make_request(
+        question, overrides, pretrain_seconds if tokens is None else None, text=_text(data)
+    )
     if request.preset is None:
         plan_request = replace(plan_request, overrides=given_layer(request))
     if request.memory_gib is not None:
@@ -351,21 +352,7 @@ def _plan_request(request: PipelineRequest, pretrain_seconds: float) -> PlanRequ
     return plan_request
 
 
-def bounded_loss(loss: Sequence[float], unigram: float | None) -> list[float]:
-    """Return [low, expected, high] bits per byte, bounded by the loss of a unigram model on the validation text.
-
-    The scaling law is fitted to models with tens of millions of parameters. For a model with one million, it may
-    predict a higher loss than that of the unigram model, which any trained model beats. The expected loss is then the
-    geometric mean of the low end and the unigram loss.
-    """
-    low, expected, high = (float(x) for x in loss)
-    if unigram is None or high <= unigram:
-        return [low, expected, high]
-    low = min(low, unigram)
-    return [low, expected if expected < unigram else math.sqrt(low * unigram), unigram]
-
-
-def _band_result(band: PlannedBand, full_plan: Plan, unigram: float | None) -> Result:
+def _band_result(band: PlannedBand, full_plan: Plan) -> Result:
     """Return the part of a band that go.json stores: predictions as [low, expected, high], and the configuration."""
     candidate = band.candidate
     result: Result = {
@@ -375,10 +362,13 @@ def _band_result(band: PlannedBand, full_plan: Plan, unigram: float | None) -> R
         "weights": candidate.weights,
         "tokens": [float(x) for x in candidate.tokens],
         "tokens_per_second": [float(x) for x in candidate.estimate.tokens_per_second],
-        "bpb": bounded_loss(candidate.loss, unigram),
+        "bpb": [float(x) for x in candidate.forecast],
         "fits": candidate.estimate.fits,
         "config": band.config,
     }
+    early = full_plan.request.budget.kind == "hours" and ends_early(full_plan.request, candidate)
+    result["length"] = band.config["schedule"]["length"] if early else None
+    result["seconds"] = float(candidate.seconds[1]) if early else None
     if not full_plan.request.card.is_cpu:  # CPU memory is not modelled
         peak = candidate.estimate.memory.allocated / 2**30
         spread = full_plan.request.calibration.memory_spread

@@ -89,6 +89,8 @@ class BandRecord(PhaseResult):
     bpb: Annotated[list[Bits], ThreeValues]
     fits: Fits
     config: Configuration
+    length: str | None = None  # of a run that ends before the hours are over, as in the configuration
+    seconds: Annotated[float, Field(gt=0)] | None = None  # expected duration of such a run
     # Missing on a CPU, whose memory is not modelled.
     memory_gib: Annotated[list[Gib], ThreeValues] = Field(default_factory=lambda: [0.0] * 3)
 

@@ -98,17 +98,17 @@ def reason(request: PlanRequest, bands: Sequence[Band], chosen: Band) -> str:
         return f"target is recommended: {best.shape.preset} is {chosen.why}"
     fit = "even at the high end of their memory range" if best.estimate.fits == "fits" else "as expected"
     text = (
-        f"target is recommended: {best.loss[1]:.3f} bits per byte is the lowest expected loss in this budget among "
+        f"target is recommended: {best.forecast[1]:.3f} bits per byte is the lowest expected loss in this budget among "
         f"the models that fit {fit}"
     )
     if "stretch" in by_name:
         other = by_name["stretch"].candidate
         text += (
-            f"; stretch ({count(other.params)}) is expected at {other.loss[1]:.3f}, "
+            f"; stretch ({count(other.params)}) is expected at {other.forecast[1]:.3f}, "
             f"with {other.tokens[1] / other.params:.1f} tokens per parameter"
         )
     if "safe" in by_name:
-        text += f"; safe costs {by_name['safe'].candidate.loss[1] - best.loss[1]:+.3f}"
+        text += f"; safe costs {by_name['safe'].candidate.forecast[1] - best.forecast[1]:+.3f}"
         _, _, cause = by_name["safe"].why.partition(MORE_MEMORY)
         text += f" (safe refers to time: {MORE_MEMORY}{cause})" if cause else ""
     return text

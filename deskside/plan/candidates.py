@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import Any
 
-from deskside.budget.loss import LAW, MAX_WEIGHTS_PER_TOKEN, LossLaw, expected_bpb
+from deskside.budget.loss import LAW, MAX_WEIGHTS_PER_TOKEN, USEFUL_EPOCHS, LossLaw, bounded, expected_bpb
 from deskside.budget.scaling import batch_on_gpus, batch_token_factor, best_batch_tokens
 from deskside.budget.shape import matmul_params, num_params
 from deskside.budget.step_spec import Checkpointing, OptimizerName, Precision
@@ -68,7 +68,8 @@ class Candidate:
     """A model with its fastest setting that fits, and the modelled result of training it.
 
     tokens: of the run; seconds: of the run, including set-up. Their ranges are from the range of the speed. loss: bits
-    per byte after the expected tokens.
+    per byte after the expected tokens by the law, which compares models; forecast: the same, bounded by the baselines
+    of the text.
     """
 
     shape: CandidateModel
@@ -76,6 +77,7 @@ class Candidate:
     tokens: Range
     seconds: Range
     loss: Range
+    forecast: Range
 
     @property
     def setting(self) -> Setting:
@@ -250,12 +252,17 @@ def muon_advantage(params: float) -> float:
 
 
 def bpb(request: PlanRequest, setting: Setting, tokens: float) -> Range:
-    """Return the range of bits per byte after `tokens` tokens. Steps beyond the best batch need more of them."""
+    """Return the range of bits per byte after `tokens` tokens, by the law alone."""
+    return expected_bpb(LAW, *law_inputs(setting, tokens), request.unique_tokens)
+
+
+def law_inputs(setting: Setting, tokens: float) -> tuple[int, float]:
+    """Return (params, tokens) of the loss law. Steps beyond the best batch and AdamW are worth fewer tokens."""
     weights = matmul_params(setting.model)
     effective = tokens / batch_token_factor(setting.tokens_per_step, max(1.0, tokens))
     if setting.optimizer == "adamw":
         effective /= muon_advantage(weights)
-    return expected_bpb(LAW, weights, max(effective, 1.0), request.unique_tokens)
+    return weights, max(effective, 1.0)
 
 
 def tokens_to_reach(request: PlanRequest, setting: Setting, loss: float, end: int) -> float | None:
@@ -282,19 +289,37 @@ def tokens_to_reach(request: PlanRequest, setting: Setting, loss: float, end: in
     return enough
 
 
+def most_tokens(request: PlanRequest, setting: Setting) -> float:
+    """Return the tokens of the longest run that a plan proposes: of `USEFUL_EPOCHS` epochs, but at least one step.
+
+    It is infinite if the text's size is unknown, the user sets the tokens, or the model is fine-tuned.
+    """
+    if request.unique_tokens is None or request.budget.kind == "tokens" or not request.pretrains:
+        return math.inf
+    return max(USEFUL_EPOCHS * request.unique_tokens, setting.tokens_per_step)
+
+
+def ends_early(request: PlanRequest, candidate: Candidate) -> bool:
+    """Return True if the text is too small for the budget: the run ends after `most_tokens`."""
+    return candidate.tokens[1] >= most_tokens(request, candidate.setting)
+
+
 def run_length(request: PlanRequest, step: StepEstimate, end: int = 1) -> tuple[Range, Range] | None:
     """Return (tokens, seconds) of the pretraining run that the budget allows, with their ranges. None if its hours
     allow no step or the requested loss is out of reach. end: see `search`."""
     setup, (slow, expected, fast) = setup_seconds(request), step.tokens_per_second
-    seconds = pretrain_seconds(request)
+    seconds, limit = pretrain_seconds(request), most_tokens(request, step.setting)
     if seconds is not None:
         training = seconds - setup
         if training * expected < step.setting.tokens_per_step:
             return None
-        return (training * slow, training * expected, training * fast), (seconds, seconds, seconds)
+        low, middle, high = (min(training * speed, limit) for speed in (slow, expected, fast))
+        ends = (min(seconds, setup + limit / speed) for speed in (fast, expected, slow))
+        return (low, middle, high), tuple(ends)  # type: ignore[return-value]
     tokens = _budget_tokens(request, step.setting, end)
     if tokens is None:
         return None
+    tokens = min(tokens, limit)
     return (tokens, tokens, tokens), (setup + tokens / fast, setup + tokens / expected, setup + tokens / slow)
 
 
@@ -307,7 +332,11 @@ def make_candidate(
         return None
     tokens, seconds = lengths
     loss = bpb(request, step.setting, tokens[1])
-    return Candidate(shape, step, tokens, seconds, loss) if loss[1] < UNIFORM_BPB else None
+    if loss[1] >= UNIFORM_BPB:
+        return None
+    # A loss to reach is one of the law, so its forecast is, too.
+    forecast = loss if request.budget.kind == "loss" else bounded(loss, request.text)
+    return Candidate(shape, step, tokens, seconds, loss, forecast)
 
 
 def fastest_that_fits(request: PlanRequest, base: Setting) -> StepEstimate:
@@ -444,4 +473,5 @@ def _budget_tokens(request: PlanRequest, setting: Setting, end: int) -> float | 
         return budget.value
     if budget.kind == "flops":
         return budget.value / setting.flops_per_token
-    return tokens_to_reach(request, setting, budget.value, end)
+    needed = tokens_to_reach(request, setting, budget.value, end)
+    return None if needed is None or needed > most_tokens(request, setting) else needed

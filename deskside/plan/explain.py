@@ -11,7 +11,7 @@ from typing import Any
 
 from deskside.budget.adapters import training_flops_per_token
 from deskside.budget.host import host_seconds, overlapped_seconds
-from deskside.budget.loss import LAW, expected_bpb
+from deskside.budget.loss import LAW, USEFUL_EPOCHS, bounded, expected_bpb
 from deskside.budget.memory import RESERVED_BYTES, RESERVED_SHARE, explain_memory
 from deskside.budget.operators import Operator, step_operators
 from deskside.budget.scaling import batch_token_factor
@@ -26,9 +26,15 @@ from deskside.budget.speed import (
     step_seconds,
 )
 from deskside.budget.terms import Line, explained, leaf, traced
-from deskside.plan.candidates import muon_advantage, optimal_tokens, pretrain_seconds, setup_seconds
+from deskside.plan.candidates import (
+    ends_early,
+    muon_advantage,
+    optimal_tokens,
+    pretrain_seconds,
+    setup_seconds,
+)
 from deskside.plan.estimate import MEMORY_SOURCE, StepEstimate, peak_stage
-from deskside.plan.request import TIME_SHARES
+from deskside.plan.request import TIME_SHARES, PlanRequest
 from deskside.plan.result import Plan, PlannedBand
 from deskside.utils.errors import UsageError
 from deskside.utils.format import duration, gib, number
@@ -322,6 +328,8 @@ def _flops_per_token(shown: StepEstimate) -> list[Line]:
 def _tokens(plan: Plan, best: PlannedBand) -> list[Line]:
     request, tokens = plan.request, best.candidate.tokens[1]
     budget, seconds = request.budget, pretrain_seconds(request)
+    if ends_early(request, best.candidate):
+        return _most_tokens(request, best)
     if seconds is not None:
         lines = []
         if request.pretrain_seconds is None:
@@ -339,6 +347,15 @@ def _tokens(plan: Plan, best: PlannedBand) -> list[Line]:
     return explained("tokens", optimal_tokens(traced(LAW), leaf("N", best.candidate.weights)), "tokens")
 
 
+def _most_tokens(request: PlanRequest, best: PlannedBand) -> list[Line]:
+    """Return the lines of a run that ends when more epochs are worth nothing."""
+    epochs = leaf("epochs beyond which more are worth nothing (arXiv 2305.16264)", USEFUL_EPOCHS)
+    tokens = epochs * leaf("unique tokens", request.unique_tokens or 0)
+    if tokens < best.candidate.tokens[1]:
+        tokens = leaf("a step", best.candidate.setting.tokens_per_step)
+    return explained("tokens", tokens, "tokens")
+
+
 def _loss(plan: Plan, best: PlannedBand) -> list[Line]:
     setting, weights = best.candidate.setting, matmul_params(best.candidate.setting.model)
     tokens: float = leaf("tokens", best.candidate.tokens[1])
@@ -350,7 +367,10 @@ def _loss(plan: Plan, best: PlannedBand) -> list[Line]:
     law = traced(LAW, offset="offset", low="low factor", high="high factor")
     unique = plan.request.unique_tokens
     text = None if unique is None else leaf("unique tokens", unique)
-    ends = zip(("low", "expected", "high"), expected_bpb(law, leaf("N", weights), tokens, text), strict=True)
+    law_ends = expected_bpb(law, leaf("N", weights), tokens, text)
+    # A loss to reach is one of the law (`plan.candidates.make_candidate`).
+    shown = law_ends if plan.request.budget.kind == "loss" else bounded(law_ends, plan.request.text)
+    ends = zip(("low", "expected", "high"), shown, strict=True)
     lines = [line for end, value in ends for line in explained(end, value, "bits per byte")]
     return list(dict.fromkeys(lines))
 

@@ -6,7 +6,7 @@ Up to `MAX_EPOCHS` epochs nothing changes. Beyond:
   decay over a whole run constant, 7.7 with the defaults of Muon; so it is 1.9 per epoch in a run of 4 epochs, and less
   in a longer one. The tuned runs of slowrun (github.com/qlabs-eng/slowrun at fd342f0, Muon, 100M tokens) have 1.9 per
   epoch over 11 epochs of 2.7B parameters and 2.2 over 15 epochs of 300M. So the decay per epoch of 4 epochs is kept;
-  beyond 15 epochs this is an extrapolation.
+  beyond 15 epochs this is an extrapolation, and beyond 40 (`USEFUL_EPOCHS`) the decay grows no more.
   Kim et al. (arXiv 2509.14786) found 8 to 32 times the usual decay best for AdamW, over 8 or more epochs; AdamW is not
   changed here, because its usual decay differs from theirs.
 - Documents are shuffled and cut anew in each epoch (`data.packing` shuffled). In slowrun's records, shuffling in each
@@ -80,13 +80,24 @@ def _choices(candidate: Candidate) -> dict[str, Any]:
     return layer
 
 
+def too_large(weights: int, unique_tokens: int) -> str:
+    """Return the warning about a model with more weights than the limit for the text."""
+    return (
+        f"its {count(weights)} weights are more than {MAX_WEIGHTS_PER_TOKEN:g} for each token of the text, so it is "
+        f"likely to overfit; a smaller vocabulary or model (--model.vocab_size, --preset demo) has fewer"
+    )
+
+
 def sentence(candidate: Candidate, unique_tokens: int, given: Mapping[str, Any]) -> str:
     """Return what the run has of the mode's choices and of the user's (`given`), and why, in one sentence."""
     epochs = candidate.tokens[1] / unique_tokens
     read = f"your {count(unique_tokens)} tokens will be read {number(epochs)} times"
     size = f"{candidate.weights / unique_tokens:.1f} weights for each token"
-    if 2 * candidate.weights > MAX_WEIGHTS_PER_TOKEN * unique_tokens:
-        size += f"; larger models than {count(MAX_WEIGHTS_PER_TOKEN * unique_tokens)} weights are left out, because "
+    limit = MAX_WEIGHTS_PER_TOKEN * unique_tokens
+    if candidate.weights > limit:
+        size += f"; {too_large(candidate.weights, unique_tokens)}"
+    elif 2 * candidate.weights > limit:
+        size += f"; larger models than {count(limit)} weights are left out, because "
         size += "they are likely to overfit and were not measured"
     if epochs <= MAX_EPOCHS:
         return f"{read} by a model with {size}; up to {MAX_EPOCHS} times needs no regularisation"

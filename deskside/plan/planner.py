@@ -5,7 +5,13 @@ from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from deskside.budget.format_costs import quantized
-from deskside.budget.loss import LAW, MAX_EPOCHS
+from deskside.budget.loss import (
+    LAW,
+    MAX_EPOCHS,
+    MAX_WEIGHTS_PER_TOKEN,
+    USEFUL_EPOCHS,
+    outside_measured,
+)
 from deskside.budget.scaling import batch_token_factor
 from deskside.budget.shape import num_params
 from deskside.config import merge
@@ -18,7 +24,9 @@ from deskside.plan.candidates import (
     TOO_LONG,
     TOO_SMALL,
     Candidate,
+    ends_early,
     fits_at_all,
+    law_inputs,
     pretrain_seconds,
     setup_seconds,
     too_short,
@@ -39,7 +47,7 @@ from deskside.plan.request import TIME_SHARES, PlanRequest
 from deskside.plan.result import Plan, PlannedBand, executable
 from deskside.plan.verdict import Answer, judge
 from deskside.utils.errors import UsageError
-from deskside.utils.format import count, number, plural
+from deskside.utils.format import count, duration, number, plural
 
 NO_CLAIMS = Claims()
 OFFERED: Literal["fp8"] = "fp8"  # the precision that is offered as an alternative to BF16
@@ -67,9 +75,10 @@ def make_plan(request: PlanRequest, claims: Claims = NO_CLAIMS) -> Plan:
     shown = chosen.candidate.estimate if chosen else requested
     findings = check_claims(request, claims, requested or shown)
     failed = [finding for finding in findings if finding.verdict != "holds"]
+    text_notes = [] if chosen is None else [*_repetition_notes(request, chosen), *_law_notes(request, chosen)]
     reasons = [
         *reasons,
-        *([] if chosen is None else _repetition_notes(request, chosen)),
+        *text_notes,
         *(f"{other['option']} is an alternative: {other['told']}" for other in alternatives),
         *([] if shown is None else _speed_notes(request, shown)),
         *([f"{len(failed)} of {len(findings)} claims do not hold"] if failed else []),
@@ -79,22 +88,31 @@ def make_plan(request: PlanRequest, claims: Claims = NO_CLAIMS) -> Plan:
         request=request,
         verdict=answer,
         reasons=tuple(reasons),
+        text_notes=tuple(text_notes),
         bands=tuple(_planned_band(request, band) for band in bands),
         recommended=chosen.name if chosen else None,
         requested=requested,
         remedies=remedies,
         findings=tuple(findings),
         alternatives=tuple(alternatives),
-        hours={} if hours is None else {phase: hours * share for phase, share in TIME_SHARES.items()},
+        hours={} if hours is None else _phase_hours(request, hours, chosen),
         notes=tuple(_notes(request, chosen)),
     )
+
+
+def _phase_hours(request: PlanRequest, hours: float, chosen: Band | None) -> dict[str, float]:
+    """Return the hours of each phase of a time budget."""
+    phases = {phase: hours * share for phase, share in TIME_SHARES.items()}
+    if chosen is not None and ends_early(request, chosen.candidate):
+        phases["pretraining"] = chosen.candidate.seconds[1] / 3600
+    return phases
 
 
 def _planned_band(request: PlanRequest, band: Band) -> PlannedBand:
     """Return a band with its configuration, command and cost."""
     config, command = executable(request, band.candidate)
     seconds, of = band.candidate.seconds, "the pretraining run"
-    if request.budget.kind == "hours":
+    if request.budget.kind == "hours" and not ends_early(request, band.candidate):
         seconds, of = (request.budget.value * 3600,) * 3, "the whole budget"
     costs = cost(request, seconds, of)
     return PlannedBand(band.name, band.why, band.candidate, config, command, costs)
@@ -247,15 +265,57 @@ def _batch_note(request: PlanRequest, chosen: Band) -> str | None:
 
 
 def _repetition_notes(request: PlanRequest, chosen: Band) -> list[str]:
-    """Return a note if the run takes more than MAX_EPOCHS epochs, or on the choices of own-corpus mode."""
-    if request.own_corpus and request.unique_tokens is not None:
-        return [own_corpus.sentence(chosen.candidate, request.unique_tokens, request.user_options)]
-    epochs = chosen.candidate.tokens[1] / (request.unique_tokens or math.inf)
-    if epochs <= MAX_EPOCHS:
+    """Return notes on a run of more than MAX_EPOCHS epochs, on one that ends early, and on own-corpus mode."""
+    candidate, unique = chosen.candidate, request.unique_tokens
+    if unique is None:
         return []
+    epochs, notes = candidate.tokens[1] / unique, []
+    if request.own_corpus:
+        notes.append(own_corpus.sentence(candidate, unique, request.user_options))
+    elif epochs > MAX_EPOCHS:
+        notes.append(
+            f"it reads its {count(unique)} tokens of text {number(epochs)} times; beyond {MAX_EPOCHS} times, more "
+            f"text helps more than more hours"
+        )
+    if ends_early(request, candidate):
+        wish = "this time" if pretrain_seconds(request) is not None else "this budget"
+        if request.budget.kind is None:
+            wish = "a model of this size"
+        notes.append(
+            f"the text is too small for {wish}: the run ends after {duration(candidate.seconds[1])}, because "
+            f"reading it more than {USEFUL_EPOCHS} times is worth nothing (arXiv 2305.16264); {_more_help(request)}"
+        )
+    elif request.pretrains and epochs > USEFUL_EPOCHS:
+        notes.append(
+            f"reading a text more than {USEFUL_EPOCHS} times is worth nothing (arXiv 2305.16264); "
+            f"{count(USEFUL_EPOCHS * unique)} tokens are enough; {_more_help(request)}"
+        )
+    if not request.own_corpus and candidate.weights > MAX_WEIGHTS_PER_TOKEN * unique and request.pretrains:
+        notes.append(own_corpus.too_large(candidate.weights, unique))
+    return notes
+
+
+def _more_help(request: PlanRequest) -> str:
+    mode = "" if request.own_corpus else ", --own-corpus"
+    return f"what helps: more text{mode}, or fine-tuning a published model (deskside finetune)"
+
+
+def _law_notes(request: PlanRequest, chosen: Band) -> list[str]:
+    """Return a note on a forecast that is bounded by the baselines of the text rather than given by the loss law."""
+    candidate, text = chosen.candidate, request.text
+    if not request.pretrains or candidate.forecast == candidate.loss:
+        return []
+    outside = outside_measured(*law_inputs(candidate.setting, candidate.tokens[1]), request.unique_tokens)
+    repeats = candidate.tokens[1] > MAX_EPOCHS * (request.unique_tokens or math.inf)
+    overfits = "; a run that overfits ends higher, and --own-corpus keeps its best checkpoint"
+    overfits = overfits if repeats and not request.own_corpus else ""
+    bound = f"unigrams have {text.unigram:.3f} bits per byte on this text"
+    if text.untrained is not None:
+        bound = f"an untrained model has {text.untrained:g} bits per byte"
     return [
-        f"it reads its {count(request.unique_tokens)} tokens of text {number(epochs)} times; beyond {MAX_EPOCHS} "
-        f"times, more text helps more than more hours"
+        f"the loss is a rough guess, between {candidate.forecast[0]:.2f} and {candidate.forecast[2]:.2f} bits per "
+        f"byte: {bound}, the upper bound of this range, and the loss law was not fitted to runs like this one"
+        f"{'' if not outside else ', of ' + ', '.join(outside)}{overfits}"
     ]
 
 

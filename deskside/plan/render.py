@@ -3,7 +3,6 @@
 import shlex
 from collections.abc import Callable, Sequence
 
-from deskside.plan import own_corpus
 from deskside.plan.claim_check import ClaimFinding
 from deskside.plan.headline import headline
 from deskside.plan.render_details import emulated, show_details
@@ -26,9 +25,10 @@ def show(plan: Plan, details: bool) -> None:
         _show_bands(printer, plan)
     if chosen and details:
         _show_reasons(printer, plan)
-    elif chosen and (request := plan.request).own_corpus and plan.best and request.unique_tokens is not None:
+    elif chosen and plan.text_notes:
         printer.text()
-        printer.text(own_corpus.sentence(plan.best.candidate, request.unique_tokens, request.user_options))
+        for note in plan.text_notes:
+            printer.text(f"- {note}", hanging=2)
     if plan.findings:
         printer.text()
         _show_claims(printer, plan.findings)

@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal, InvalidOperation
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import deskside.measurements.store as probe_store
 from deskside.budget.format_costs import LowFormat
+from deskside.budget.loss import TYPICAL_TEXT, UNTRAINED_BPB, TextBaselines
 from deskside.budget.shape import num_params
 from deskside.config import merge, presets
 from deskside.config.model import ModelConfig
@@ -30,7 +31,6 @@ from deskside.utils.format import gib
 from deskside.utils.host_memory import usable_bytes
 
 MAX_BUDGET = {"hours": 1e6, "tokens": 1e16, "flops": 1e30}  # 114 years; many times the text that exists
-UNTRAINED_BPB = 3.4  # bits per byte of a uniform distribution over 32,768 tokens of 4.4 bytes each
 MAX_PRICE = 1e6  # dollars per kWh or per hour
 SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 # Share of a card's memory that the driver reserves: programs can use 23.5 of 24 GiB on an RTX 4090, 31.4 of 32 GiB on
@@ -74,6 +74,16 @@ class PlanQuestion:
     price_kwh: float | None = None
     rent_per_hour: float | None = None
     probes: str = "probes"
+
+
+class SplitBaselines(Protocol):
+    """The part of a split's index entry that the planner reads. It does not import `data`."""
+
+    @property
+    def unigram_bpb(self) -> float | None: ...
+
+    @property
+    def gzip_bpb(self) -> float | None: ...
 
 
 @dataclass(frozen=True)
@@ -153,6 +163,7 @@ class PlanRequest:
         overrides: Configuration set by the user, which takes precedence over the planner's choices.
         setup_seconds, measured_watts, measured_fp8: Results of the probe on this card, None if it did not run.
         pretrain_seconds: Wall-clock seconds of the pretraining run, if the caller knows them better than the split.
+        text: Baselines of the validation text, which bound the forecast of the loss.
     """
 
     card: PlanCard
@@ -173,6 +184,7 @@ class PlanRequest:
     measured_watts: float | None = None
     measured_fp8: Speedup | None = None
     notes: tuple[str, ...] = ()
+    text: TextBaselines = TYPICAL_TEXT
 
     @property
     def readers(self) -> int:
@@ -201,11 +213,19 @@ class PlanRequest:
         return self.given is None or (self.given.config.adapter is None and self.given.config.align is None)
 
 
+def text_baselines(split: SplitBaselines | None) -> TextBaselines:
+    """Return the baselines of a validation split of prepared data; `TYPICAL_TEXT` if they were not measured."""
+    if split is None or split.unigram_bpb is None:
+        return TYPICAL_TEXT
+    return TextBaselines(split.unigram_bpb, split.gzip_bpb)
+
+
 def make_request(
     question: PlanQuestion,
     overrides: Mapping[str, Any] | None = None,
     pretrain_seconds: float | None = None,
     shape: ModelConfig | None = None,
+    text: TextBaselines = TYPICAL_TEXT,
 ) -> PlanRequest:
     """Return the checked request for a question. Raises UsageError.
 
@@ -213,6 +233,7 @@ def make_request(
         overrides: Configuration set by the user, such as {"model": {...}, "batch": {...}}.
         pretrain_seconds: Wall-clock seconds of the pretraining run, if the caller knows them better than `TIME_SHARES`.
         shape: Configuration of the model that `question.init` names.
+        text: Baselines of the validation text.
     """
     q, overrides = question, dict(overrides or {})
     budget = _budget(q)
@@ -278,7 +299,12 @@ def make_request(
         measured_watts=max(_measured(rows, "watts"), default=None),
         measured_fp8=measured_fp8_speedup(rows),
         notes=tuple(notes),
+        text=text,
     )
+    if budget.kind == "loss" and budget.value >= text.ceiling:
+        raise UsageError(
+            f"--loss: token frequencies alone give {text.unigram:.3f} bits per byte on this text; give less"
+        )
     if q.own_corpus and not request.pretrains:
         raise UsageError("--own-corpus: is for pretraining; leave it out")
     if budget.kind == "loss" and not request.pretrains:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from deskside.budget.loss import LAW
+from deskside.budget.loss import LAW, outside_measured
 from deskside.budget.shape import active_params
 from deskside.config import merge, presets
 from deskside.config.duration import Duration
@@ -18,7 +18,7 @@ from deskside.config.gpu_batch import build_on_gpus
 from deskside.config.run import RunConfig
 from deskside.plan import own_corpus
 from deskside.plan.bands import BandName
-from deskside.plan.candidates import Candidate, precision
+from deskside.plan.candidates import Candidate, ends_early, law_inputs, precision
 from deskside.plan.claim_check import ClaimFinding
 from deskside.plan.costs import Cost
 from deskside.plan.estimate import MEMORY_SOURCE, Range, StepEstimate, options, range_json
@@ -60,7 +60,8 @@ class PlannedBand:
 
     @property
     def loss(self) -> Range:
-        return self.candidate.loss
+        """The forecast, in bits per byte."""
+        return self.candidate.forecast
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Plan:
     Attributes:
         recommended: Name of the recommended band.
         requested: The given model's run exactly as requested; None in an open search.
+        text_notes: The reasons that are about the size of the text and the forecast of the loss.
         alternatives: Other precisions for the recommended band, with their speed.
         hours: A time budget, split into the phases of `TIME_SHARES`.
     """
@@ -77,6 +79,7 @@ class Plan:
     request: PlanRequest
     verdict: Answer
     reasons: tuple[str, ...]
+    text_notes: tuple[str, ...]
     bands: tuple[PlannedBand, ...]
     recommended: BandName | None
     requested: StepEstimate | None
@@ -125,8 +128,9 @@ class Plan:
 def executable(request: PlanRequest, candidate: Candidate) -> tuple[dict[str, Any], str]:
     """Return (config, command) of a candidate. A UsageError from the configuration is a bug of the planner."""
     planned: dict[str, Any] = options(candidate.setting, staged=bool(candidate.shape.config.schedule.stages))
-    # A budget of hours sets the length of the run as a time, any other budget as tokens.
-    if request.pretrain_seconds is not None or request.budget.kind == "hours":
+    # A budget of hours sets the length of the run as a time, any other budget and a small text as tokens.
+    timed = request.pretrain_seconds is not None or request.budget.kind == "hours"
+    if timed and not ends_early(request, candidate):
         length = str(Duration(int(candidate.seconds[1]), "seconds"))
     else:
         length = str(Duration(max(1, int(candidate.tokens[1])), "tokens"))
@@ -267,7 +271,14 @@ def speed_json(request: PlanRequest, estimate: StepEstimate) -> dict[str, Any]:
 def _band(plan: Plan, band: PlannedBand) -> dict[str, Any]:
     candidate, setting = band.candidate, band.candidate.setting
     unique = plan.request.unique_tokens
-    loss = {**range_json(candidate.loss), "unit": "bits per byte", "source": LAW.source}
+    loss = {
+        **range_json(candidate.forecast),
+        "law": range_json(candidate.loss),
+        "bound": plan.request.text.ceiling,
+        "outside_measured": outside_measured(*law_inputs(setting, candidate.tokens[1]), unique),
+        "unit": "bits per byte",
+        "source": LAW.source,
+    }
     return {
         "name": band.name,
         "recommended": band.name == plan.recommended,
@@ -295,6 +306,7 @@ def _band(plan: Plan, band: PlannedBand) -> dict[str, Any]:
             {"share": s.share, "sequence_length": s.sequence_length, "tokens": s.tokens}
             for s in setting.stages
         ],
+        "ends_early": ends_early(plan.request, candidate),
         "schedule": band.config["schedule"],
         "optimizer": setting.optimizer,
         "precision": setting.precision,

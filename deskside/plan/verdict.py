@@ -24,6 +24,7 @@ from deskside.plan.candidates import (
     Candidate,
     batch_tokens,
     bpb,
+    ends_early,
     fastest_that_fits,
     make_candidate,
     optimal_tokens,
@@ -233,13 +234,14 @@ def _undertrained(request: PlanRequest, chosen: Candidate) -> tuple[str | None, 
     """
     optimal = optimal_tokens(LAW, chosen.weights)
     smaller = _better_smaller_model(request, chosen)
-    if smaller is None and chosen.tokens[1] >= FEW_TOKENS * optimal:
+    # In a run that ends early, the text is too small, and more time is no help.
+    if smaller is None and (chosen.tokens[1] >= FEW_TOKENS * optimal or ends_early(request, chosen)):
         return None, False
     text = f"it sees only {chosen.tokens[1] / chosen.params:.2g} tokens per parameter"
     if smaller is not None:
         text += (
-            f" and is expected at {chosen.loss[1]:.3f} bits per byte, while {smaller.shape.preset} "
-            f"({count(smaller.params)}), trained in the same way, ends at {smaller.loss[1]:.3f} in the same budget"
+            f" and is expected at {chosen.forecast[1]:.3f} bits per byte, while {smaller.shape.preset} "
+            f"({count(smaller.params)}), trained in the same way, ends at {smaller.forecast[1]:.3f} in the same budget"
         )
     needed = duration(optimal / chosen.estimate.tokens_per_second[1])
     text += f"; this size is the best choice from {count(optimal)} tokens on, which take {needed}"

@@ -19,11 +19,15 @@ from deskside.budget.loss import (
     PUBLISHED_R_N,
     R_D,
     R_N,
+    TYPICAL_TEXT,
     Extrapolation,
+    TextBaselines,
+    bounded,
     effective_tokens,
     expected_bpb,
     fit_curve,
     fit_offset,
+    outside_measured,
 )
 
 NANOCHAT = (  # (params, tokens, bits per byte), FineWeb-EDU; github.com/karpathy/nanochat dev/LOG.md
@@ -180,6 +184,42 @@ def test_endless_epochs() -> None:
     overfits, tokens = replace(LAW, overfit=1e-3), np.geomspace(2e7, 2e9, 200)
     small, large = (int(np.argmin([overfits.at(n, float(d), 2e7) for d in tokens])) for n in (2e7, 2e8))
     assert 0 < large < small < len(tokens) - 1
+
+
+baselines = st.builds(TextBaselines, st.floats(0.5, 6), st.one_of(st.none(), st.floats(0.1, 6)))
+
+
+@given(sizes, lengths, st.floats(1e4, 1e11), st.one_of(st.just(TYPICAL_TEXT), baselines))
+def test_a_forecast_has_a_width_below_the_ceiling(
+    params: float, tokens: float, unique: float, text: TextBaselines
+) -> None:
+    """A lower loss by the law is never a higher forecast."""
+    law = expected_bpb(LAW, params, tokens, unique)
+    low, expected, high = bounded(law, text)
+    assert 0 < low < expected < high <= text.ceiling
+    assert all(end <= by_law for end, by_law in zip((low, expected, high), law, strict=True))
+    assert bounded(expected_bpb(LAW, params, 2 * tokens, unique), text)[1] <= expected + 1e-12
+
+
+def test_a_forecast_of_a_measured_run_is_the_law() -> None:
+    for params, tokens, unique, _ in MEASURED:
+        law = expected_bpb(LAW, params, tokens, unique)
+        assert bounded(law) == law and outside_measured(params, tokens, unique) == []
+
+
+def test_forecasts_of_small_runs() -> None:
+    """Runs of the shape of `demo` on a CPU: the log's, a stranger's, and three of 2026-11-24."""
+    for weights, tokens, unique, unigram, bpb in (
+        (884_736, 3.03e6, 360_000, 3.543, 2.107),
+        (884_736, 3.07e6, None, 2.521, 2.016),
+        (884_736, 3.0e6, 230_000, 2.026, 1.386),
+        (884_736, 3.84e5, 383_578, 3.543, 2.552),
+        (884_736, 1.5e6, 383_578, 3.543, 2.168),
+        (884_736, 4.0e5, 357_095, 3.663, 2.774),
+    ):
+        low, expected, high = bounded(expected_bpb(LAW, weights, tokens, unique), TextBaselines(unigram))
+        assert low < bpb < high and expected == pytest.approx(bpb, rel=0.3)
+    assert len(outside_measured(884_736, 9e6, 230_000)) == 4
 
 
 def test_numbers_that_cannot_be() -> None:

@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 
+from deskside.budget.loss import TextBaselines, bounded
 from deskside.config import merge, presets
 from deskside.measurements.store import Store, make_key, make_row, open_store
 from deskside.pipeline import phases
 from deskside.pipeline.phases import PipelineRequest
 from deskside.plan import request as planner
+from deskside.plan.planner import make_plan
 from deskside.probe.grid import calibration_points
 from deskside.probe.sweep import Sweep
 from deskside.utils import child_process
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.machine import Machine
+from tests.plan import made
 
 CARD = Machine(
     "NVIDIA GeForce RTX 4090",
@@ -282,16 +285,16 @@ def test_a_doctor_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("loss", "unigram", "wanted"),
-    [
-        ((1.0, 1.1, 1.2), 3.0, [1.0, 1.1, 1.2]),
-        ((1.837, 4.097, 6.357), 3.0, [1.837, (1.837 * 3.0) ** 0.5, 3.0]),
-        ((1.8, 2.0, 3.5), 3.0, [1.8, 2.0, 3.0]),
-        ((3.5, 4.0, 5.0), 3.0, [3.0, 3.0, 3.0]),
-        ((1.8, 4.0, 6.0), None, [1.8, 4.0, 6.0]),
-    ],
+    "loss", [(1.0, 1.1, 1.2), (1.8, 4.1, 6.4), (1.8, 2.0, 3.5), (3.5, 4.0, 5.0), (1.2, 7.9, 15.0)]
 )
-def test_no_model_is_expected_above_the_unigram_baseline(
-    loss: tuple[float, float, float], unigram: float | None, wanted: list[float]
-) -> None:
-    assert phases.bounded_loss(loss, unigram) == pytest.approx(wanted)
+def test_no_model_is_expected_above_the_unigram_baseline(loss: tuple[float, float, float]) -> None:
+    """As go.json has it: the forecast of the plan, in order and never without a width."""
+    request = replace(made.request(value=1.0), text=TextBaselines(unigram=3.0, gzip=2.9))
+    plan = make_plan(request)
+    assert plan.best is not None
+    candidate = replace(plan.best.candidate, loss=loss, forecast=bounded(loss, request.text))
+    low, expected, high = phases._band_result(replace(plan.best, candidate=candidate), plan)["bpb"]
+    assert low < expected < high <= 3.0
+    assert expected <= 0.75 * 3.0
+    if loss[2] < 2.0:
+        assert (low, expected, high) == loss

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from deskside.budget.loss import TYPICAL_TEXT
 from deskside.budget.speed import Rates
 from deskside.config import merge, presets
 from deskside.facts import gpus
@@ -53,5 +54,6 @@ def given(preset: str, **overrides: Any) -> GivenModel:
 def ask(
     overrides: dict[str, Any] | None = None, pretrain_seconds: float | None = None, **options: Any
 ) -> PlanRequest:
-    """Return the request for these options of `deskside plan`."""
-    return make_request(PlanQuestion(**options), overrides, pretrain_seconds)
+    """Return the request for these options of `deskside plan`. text: baselines of the text."""
+    text = options.pop("text", TYPICAL_TEXT)
+    return make_request(PlanQuestion(**options), overrides, pretrain_seconds, text=text)

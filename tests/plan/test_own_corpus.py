@@ -32,7 +32,9 @@ def test_many_epochs_are_regularised_and_the_model_is_the_same() -> None:
         assert after.config["checkpoint"]["keep_best"] is True
         assert after.config["data"]["packing"] == "shuffled"
         assert "weight_decay_epochs" not in before.config.get("optim", {})
-        assert merge.build([after.config]).evaluate.every.value * 20 < after.candidate.seconds[1]
+        built = merge.build([after.config])
+        every, length = built.evaluate.every, built.schedule.length
+        assert every.unit == length.unit and every.value * 20 < length.value
         assert "--optim.weight_decay_epochs 4.0" in after.command and after.candidate.weights <= 2 * UNIQUE
     (said,) = [reason for reason in own.reasons if reason.startswith("your 20M tokens")]
     assert f"{own.best.candidate.tokens[1] / UNIQUE:.3g}"[:2] in said and "best checkpoint" in said
@@ -117,5 +119,6 @@ def test_the_decay_per_epoch_is_that_of_four_epochs_and_of_slowrun() -> None:
         total = optim.lr * scaling.lr * decay * sum(rates)
         assert total / epochs == pytest.approx(1.94, rel=0.01)
     assert decay_for_epochs(3, 4) == decay_for_epochs(100, None) == 1.0
+    assert decay_for_epochs(40, 4) == decay_for_epochs(32_397, 4) == 10.0
     with pytest.raises(UsageError, match="needs --optim"):
         merge.build([{"optim": {"scale": False, "weight_decay_epochs": 4}}])
