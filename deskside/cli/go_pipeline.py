@@ -267,7 +267,8 @@ class Pipeline:
         assert old.continued_in is not None
         run = RunDirectory(old.continued_in)  # exists already if an earlier process was killed here
         run.checkpoints.mkdir(parents=True, exist_ok=True)
-        results = {**old.data["results"], "plan": {**plan, **band, "bands": []}}
+        of_all = {key: value for key, value in plan.items() if key not in ("length", "seconds")}
+        results = {**old.data["results"], "plan": {**of_all, **band, "bands": []}}
         new = PipelineState.begin(
             run, old.hours, dict(self.options), str(old.data["command"]), old.spent_before, "train", results
         )

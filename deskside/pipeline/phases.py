@@ -367,8 +367,9 @@ def _band_result(band: PlannedBand, full_plan: Plan) -> Result:
         "config": band.config,
     }
     early = full_plan.request.budget.kind == "hours" and ends_early(full_plan.request, candidate)
-    result["length"] = band.config["schedule"]["length"] if early else None
-    result["seconds"] = float(candidate.seconds[1]) if early else None
+    if early:
+        result["length"] = band.config["schedule"]["length"]
+        result["seconds"] = float(candidate.seconds[1])
     if not full_plan.request.card.is_cpu:  # CPU memory is not modelled
         peak = candidate.estimate.memory.allocated / 2**30
         spread = full_plan.request.calibration.memory_spread

@@ -13,6 +13,7 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 from deskside.config import merge
 from deskside.config.base import Part, first_problem
+from deskside.config.duration import Duration
 from deskside.utils.errors import UsageError
 
 SCHEMA = 1
@@ -89,8 +90,9 @@ class BandRecord(PhaseResult):
     bpb: Annotated[list[Bits], ThreeValues]
     fits: Fits
     config: Configuration
-    length: str | None = None  # of a run that ends before the hours are over, as in the configuration
-    seconds: Annotated[float, Field(gt=0)] | None = None  # expected duration of such a run
+    # Of a run that ends before the hours are over: as in the configuration, and its expected duration.
+    length: str = "1 steps"
+    seconds: Annotated[float, Field(gt=0, le=1e12)] = 1.0
     # Missing on a CPU, whose memory is not modelled.
     memory_gib: Annotated[list[Gib], ThreeValues] = Field(default_factory=lambda: [0.0] * 3)
 
@@ -100,6 +102,7 @@ class BandRecord(PhaseResult):
             if getattr(self, name) != sorted(getattr(self, name)):
                 raise ValueError(f"{name}: low, expected and high are not in order")
         _accepted(merge.build, "config", self.config)
+        Duration.parse(self.length)
         return self
 
 

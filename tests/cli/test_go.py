@@ -529,7 +529,7 @@ def test_gpus_that_are_not_there_and_torchrun(
 def test_the_plan_is_for_all_gpus(here: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
 
-    def make_request(question: Any, *_: Any) -> Any:
+    def make_request(question: Any, *_: Any, **__: Any) -> Any:
         asked.append(question)
         raise UsageError("not measured")
 

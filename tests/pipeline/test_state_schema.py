@@ -162,7 +162,7 @@ def test_every_value_in_turn(good: dict[str, Any], tmp_path: Path) -> None:
         (lambda s: s["results"]["plan"].update(config={"x": 1}), "config: x: there is no such option"),
         (lambda s: s["results"]["plan"].update(name="third"), "bands: must be empty, or list each band once"),
         (
-            lambda s: s["results"]["plan"]["tokens"].reverse(),
+            lambda s: s["results"]["plan"].update(tokens=[3.0, 2.0, 1.0]),
             "tokens: low, expected and high are not in order",
         ),
         (
