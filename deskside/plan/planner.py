@@ -297,7 +297,7 @@ def _repetition_notes(request: PlanRequest, chosen: Band) -> list[str]:
 
 def _more_help(request: PlanRequest) -> str:
     mode = "" if request.own_corpus else ", --own-corpus"
-    return f"what helps: more text{mode}, or fine-tuning a published model (deskside finetune)"
+    return f"what helps: more text{mode}, or fine-tuning a published model (deskside sft)"
 
 
 def _law_notes(request: PlanRequest, chosen: Band) -> list[str]:

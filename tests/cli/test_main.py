@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from deskside.cli.main import main
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.signals import Interrupted
 
+PACKAGE = Path(cli.__file__).parents[1]
 HELPED = [[name] for name in cli.COMMANDS] + [["data", "prepare"], ["data", "verify"], ["data", "show"]]
 HELPED += [["facts", name] for name in ("list", "add", "schema")]
 HELPED += [["records", name] for name in ("list", "replay", "add")]
@@ -59,6 +61,13 @@ def test_help_has_an_example_and_fits(argv: list[str], capsys: pytest.CaptureFix
         assert argv == ["presets"] or (
             "Example" in out and f"deskside {' '.join(argv)} " in out.split("Example", 1)[1]
         )
+
+
+def test_messages_name_commands_that_exist() -> None:
+    """Every `deskside NAME` in brackets, after a colon or a backtick, in a message or a docstring."""
+    sources = [path.read_text() for path in PACKAGE.rglob("*.py")]
+    named = {name for text in sources for name in re.findall(r"[(`:] ?deskside ([a-z][a-z-]+)", text)}
+    assert {"train", "sft", "plan"} <= named <= set(cli.COMMANDS)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
