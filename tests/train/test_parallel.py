@@ -95,6 +95,13 @@ def test_processes_train_like_one(optim: dict[str, Any], ranks: int, data: Path,
     assert summaries[0]["val_bytes"] == summaries[1]["val_bytes"]
 
 
+def _writes_at_once(config: RunConfig) -> RunConfig:
+    """Without background writes. On a busy machine, a kill may come before one of them is published."""
+    return config.model_copy(
+        update={"checkpoint": config.checkpoint.model_copy(update={"background": False})}
+    )
+
+
 @pytest.mark.parametrize(
     "optim, before, after", [("adamw", 2, 1), ("adamw", 1, 2), ("muon", 2, 1), ("muon", 1, 3), ("muon", 3, 2)]
 )
@@ -106,7 +113,7 @@ def test_a_run_goes_on_with_another_number_of_processes(
     config = tiny_run.config(data, optim={"name": optim}, batch=batch, schedule=LENGTH)
     alone = tiny_run.train(tmp_path, config, "alone").run.path
     run = tmp_path / "run"
-    child = in_ranks(tmp_path, config, "run", before)
+    child = in_ranks(tmp_path, _writes_at_once(config), "run", before)
     kill_at_step(run, 14, child.kill, child.alive)
     child.wait()
     again = tiny_run.call(tiny_run.resume, run, log=tmp_path / "log", ranks=after)
@@ -133,15 +140,12 @@ def test_replicas_resume_exactly(changes: dict[str, Any], data: Path, tmp_path: 
     straight = in_ranks(tmp_path, config, "straight")
     assert straight.wait() == 0, straight.text()
     run = tmp_path / "killed"
-    child = in_ranks(tmp_path, config, "killed")
+    child = in_ranks(tmp_path, _writes_at_once(config), "killed")
     kill_at_step(run, 12, child.kill, child.alive)
     assert child.wait() == -signal.SIGKILL
-    # On a busy machine, the kill may come before the checkpoint of step 10 is published in the background.
-    newest = max(path.parent.name for path in run.glob("checkpoints/step-*/manifest.json"))
-    assert newest >= "step-000000005"
     again = tiny_run.call(tiny_run.resume, run, log=tmp_path / "log", ranks=2)
     assert again.wait() == 0, again.text()
-    assert f"resumed at step {int(newest.removeprefix('step-'))}" in tiny_run.events(run)
+    assert "resumed at step 10" in tiny_run.events(run)
     assert curve(run) == curve(tmp_path / "straight")
     weights = "model/model.safetensors"
     assert (run / weights).read_bytes() == (tmp_path / "straight" / weights).read_bytes()
