@@ -46,6 +46,7 @@ from deskside.weights.checkpoint import (
     load_weights,
 )
 
+POLL_SECONDS = 0.1  # of waiting for a checkpoint
 PRECISION = "precision/"  # prefix of the recipe's tensors, such as delayed scales, in the optimizer's file
 
 
@@ -224,7 +225,10 @@ class Checkpointer:
     def finish(self) -> None:
         """Wait until the last checkpoint is published. Every rank calls this. Raises RunError if it was not written."""
         if self._write is not None:
-            wait([self._write.written])  # if a signal ends this, `__exit__` must know of the write
+            # If a signal ends this, `__exit__` must know of the write. Python notices a signal that arrives just before
+            # the thread blocks only when it wakes, so it wakes now and then.
+            while not wait([self._write.written], timeout=POLL_SECONDS).done:
+                pass
             write, self._write = self._write, None
             written = write.written.result()
             self.timings["checkpoint_write_seconds"] = written

@@ -19,6 +19,7 @@ from deskside.run.directory import RunDirectory
 from deskside.train import run_execution
 from deskside.train.loop.clock import Clock
 from deskside.train.state import checkpointer
+from deskside.train.state.checkpointer import Checkpointer
 from deskside.train.state.staging import Staging
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights import checkpoint as files
@@ -51,9 +52,51 @@ def intercept_save(step: int, before: Callable[[Path], object]) -> None:
     files.save = save
 
 
+class TrainingWaits:
+    """Tells the thread that writes when training begins and ends to wait for what it writes.
+
+    So a write takes just as long as a test needs, on a machine of any speed.
+    """
+
+    def __init__(self) -> None:
+        self.begun, self.ended = threading.Event(), threading.Event()
+        original = Checkpointer.finish
+
+        def finish(checkpointer: Checkpointer) -> None:
+            self.ended.clear()
+            try:
+                self.begun.set()
+                original(checkpointer)
+            finally:
+                self.begun.clear()
+                self.ended.set()
+
+        Checkpointer.finish = finish  # type: ignore[method-assign]
+
+    def until_begun(self, *_: object) -> None:
+        assert self.begun.wait(60), "training does not wait"
+
+    def until_ended(self) -> None:
+        assert self.ended.wait(60), "training still waits"
+
+
+def signal_at(step: int, number: int) -> None:
+    """Send training this signal in its own thread when it logs `step`, thus while it runs the step after."""
+    original = RunDirectory.append_metrics
+
+    def append(self: RunDirectory, row: dict[str, Any]) -> None:
+        original(self, row)
+        if row["step"] == step:
+            signal.raise_signal(number)
+
+    RunDirectory.append_metrics = append  # type: ignore[method-assign]
+
+
 @pytest.fixture(autouse=True)
-def save_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def functions_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "save", files.save)
+    monkeypatch.setattr(Checkpointer, "finish", Checkpointer.finish)
+    monkeypatch.setattr(RunDirectory, "append_metrics", RunDirectory.append_metrics)
 
 
 # The same bytes
@@ -300,40 +343,36 @@ def test_a_run_that_fails_meanwhile_waits_for_the_checkpoint(
 
 
 def test_a_stop_waits_until_the_checkpoint_is_published(data: Path, tmp_path: Path) -> None:
-    """Asked to stop while step 10 is written, the run saves step 12 or so behind it, and both are whole."""
-
-    def stop(run: Path) -> None:
-        wait_for_step(run, 11)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(0.2)
-
-    intercept_save(10, stop)
-    outcome = tiny_run.train(tmp_path, tiny_run.config(data, batch=SLOWER))
+    """Asked to stop in step 13 while step 10 is written, the run saves step 13 behind it, and both are whole."""
+    intercept_save(10, TrainingWaits().until_begun)
+    signal_at(12, signal.SIGTERM)
+    outcome = tiny_run.train(tmp_path, tiny_run.config(data))
     found = files.find(tmp_path / "run" / "checkpoints")
     assert outcome.exit_code == 128 + signal.SIGTERM
-    assert [c.step for c in found] == [rows(tmp_path / "run")[-1]["step"], 10]
+    assert [c.step for c in found] == [rows(tmp_path / "run")[-1]["step"], 10] == [13, 10]
     for checkpoint in found:
         files.verify(checkpoint)
 
 
 def interrupted_twice(root: Path, config: RunConfig, write_fails: bool) -> None:
     """Interrupt the run while step 10 is written, and again while it waits for that to save its last step."""
+    waits = TrainingWaits()
 
     def interrupt(run: Path) -> None:
-        wait_for_step(run, 11)
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(0.5)
+        waits.until_begun()
+        os.kill(os.getpid(), signal.SIGINT)
+        waits.until_ended()
         if write_fails:
             raise RunError("the disk is full")
 
+    signal_at(12, signal.SIGINT)
     intercept_save(10, interrupt)
     command_like(root, config)
 
 
 @pytest.mark.parametrize("write_fails", [False, True])
 def test_a_second_interrupt_saves_no_further_step(write_fails: bool, data: Path, tmp_path: Path) -> None:
-    config = tiny_run.config(data, batch=SLOWER, schedule={"length": "1000 steps"})
+    config = tiny_run.config(data)
     child = tiny_run.call(interrupted_twice, tmp_path, config, write_fails, log=tmp_path / "log")
     assert child.wait() == 128 + signal.SIGINT, child.text()
     lines = [
@@ -347,8 +386,9 @@ def test_a_second_interrupt_saves_no_further_step(write_fails: bool, data: Path,
 
 
 def test_training_waits_for_slow_writes_and_says_so_once(data: Path, tmp_path: Path) -> None:
+    waits = TrainingWaits()
     for step in (2, 4, 6):
-        intercept_save(step, lambda run: time.sleep(0.3))
+        intercept_save(step, waits.until_begun)
     config = tiny_run.config(data, schedule={"length": "8 steps"}, checkpoint={"every": "2 steps", "keep": 9})
     run = tiny_run.train(tmp_path, config).run.path
     assert tiny_run.checkpoints(run) == [f"step-{step:09d}" for step in range(0, 9, 2)]
