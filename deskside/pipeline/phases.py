@@ -232,9 +232,11 @@ def plan(request: PipelineRequest, pretrain_seconds: float) -> tuple[Result, Pla
         "bands": [_band_result(band, full_plan) for band in bands],
         **_band_result(best, full_plan),
     }
-    # With the verdict "yes", the preset fits unchanged, so it is trained without the planner's changes.
+    # With the verdict "yes", the preset fits unchanged, so the planner changes it only for many epochs.
     if request.preset is not None and full_plan.verdict == "yes" and not request.own_corpus:
-        result["config"] = preset_config(request)
+        unchanged = preset_config(request)
+        built = merge.build([unchanged, best.regularisation])
+        result["config"] = built.model_dump(mode="json", exclude_unset=True)
     return result, full_plan
 
 

@@ -75,7 +75,13 @@ def make_plan(request: PlanRequest, claims: Claims = NO_CLAIMS) -> Plan:
     shown = chosen.candidate.estimate if chosen else requested
     findings = check_claims(request, claims, requested or shown)
     failed = [finding for finding in findings if finding.verdict != "holds"]
-    text_notes = [] if chosen is None else [*_repetition_notes(request, chosen), *_law_notes(request, chosen)]
+    planned = tuple(_planned_band(request, band) for band in bands)
+    text_notes = [
+        note
+        for band in planned
+        if chosen is not None and band.name == chosen.name
+        for note in (*_repetition_notes(request, band), *_law_notes(request, band))
+    ]
     reasons = [
         *reasons,
         *text_notes,
@@ -89,7 +95,7 @@ def make_plan(request: PlanRequest, claims: Claims = NO_CLAIMS) -> Plan:
         verdict=answer,
         reasons=tuple(reasons),
         text_notes=tuple(text_notes),
-        bands=tuple(_planned_band(request, band) for band in bands),
+        bands=planned,
         recommended=chosen.name if chosen else None,
         requested=requested,
         remedies=remedies,
@@ -110,12 +116,12 @@ def _phase_hours(request: PlanRequest, hours: float, chosen: Band | None) -> dic
 
 def _planned_band(request: PlanRequest, band: Band) -> PlannedBand:
     """Return a band with its configuration, command and cost."""
-    config, command = executable(request, band.candidate)
+    config, command, regularisation = executable(request, band.candidate)
     seconds, of = band.candidate.seconds, "the pretraining run"
     if request.budget.kind == "hours" and not ends_early(request, band.candidate):
         seconds, of = (request.budget.value * 3600,) * 3, "the whole budget"
     costs = cost(request, seconds, of)
-    return PlannedBand(band.name, band.why, band.candidate, config, command, costs)
+    return PlannedBand(band.name, band.why, band.candidate, config, command, costs, regularisation)
 
 
 def _alternatives(request: PlanRequest, chosen: Candidate) -> list[dict[str, Any]]:
@@ -264,7 +270,7 @@ def _batch_note(request: PlanRequest, chosen: Band) -> str | None:
     return f"batch: {tokens:,.0f} tokens per step{each}{needed if more >= MENTIONED_TOKENS else ''}"
 
 
-def _repetition_notes(request: PlanRequest, chosen: Band) -> list[str]:
+def _repetition_notes(request: PlanRequest, chosen: PlannedBand) -> list[str]:
     """Return notes on a run of more than MAX_EPOCHS epochs, on one that ends early, and on own-corpus mode."""
     candidate, unique = chosen.candidate, request.unique_tokens
     if unique is None:
@@ -273,9 +279,10 @@ def _repetition_notes(request: PlanRequest, chosen: Band) -> list[str]:
     if request.own_corpus:
         notes.append(own_corpus.sentence(candidate, unique, request.user_options))
     elif epochs > MAX_EPOCHS:
+        best = "; it ends with its best checkpoint" if _keeps_best(chosen) else ""
         notes.append(
             f"it reads its {count(unique)} tokens of text {number(epochs)} times; beyond {MAX_EPOCHS} times, more "
-            f"text helps more than more hours"
+            f"text helps more than more hours{best}"
         )
     if ends_early(request, candidate):
         wish = "this time" if pretrain_seconds(request) is not None else "this budget"
@@ -295,20 +302,24 @@ def _repetition_notes(request: PlanRequest, chosen: Band) -> list[str]:
     return notes
 
 
+def _keeps_best(chosen: PlannedBand) -> bool:
+    return bool(chosen.config.get("checkpoint", {}).get("keep_best", False))
+
+
 def _more_help(request: PlanRequest) -> str:
     mode = "" if request.own_corpus else ", --own-corpus"
     return f"what helps: more text{mode}, or fine-tuning a published model (deskside sft)"
 
 
-def _law_notes(request: PlanRequest, chosen: Band) -> list[str]:
+def _law_notes(request: PlanRequest, chosen: PlannedBand) -> list[str]:
     """Return a note on a forecast that is bounded by the baselines of the text rather than given by the loss law."""
     candidate, text = chosen.candidate, request.text
     if not request.pretrains or candidate.forecast == candidate.loss:
         return []
     outside = outside_measured(*law_inputs(candidate.setting, candidate.tokens[1]), request.unique_tokens)
     repeats = candidate.tokens[1] > MAX_EPOCHS * (request.unique_tokens or math.inf)
-    overfits = "; a run that overfits ends higher, and --own-corpus keeps its best checkpoint"
-    overfits = overfits if repeats and not request.own_corpus else ""
+    overfits = "; a run that overfits ends higher, and this one does not keep its best checkpoint"
+    overfits = overfits if repeats and not _keeps_best(chosen) else ""
     bound = f"unigrams have {text.unigram:.3f} bits per byte on this text"
     if text.untrained is not None:
         bound = f"an untrained model has {text.untrained:g} bits per byte"

@@ -7,7 +7,7 @@ Every section has the source of its numbers: `measured` on this card, `reported`
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from deskside.budget.loss import LAW, outside_measured
@@ -40,7 +40,8 @@ class PlannedBand:
     """A band that can be executed.
 
     why: reason for the choice; config: the configuration of `deskside train`, as a dict for `merge.build`; command: the
-    same as a command line, with PLACEHOLDERS for files that a plan does not know.
+    same as a command line, with PLACEHOLDERS for files that a plan does not know; regularisation: the layer of `config`
+    that a run of many epochs adds, {} for few (`plan/own_corpus.py`).
     """
 
     name: BandName
@@ -49,6 +50,7 @@ class PlannedBand:
     config: dict[str, Any]
     command: str
     cost: Cost
+    regularisation: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def preset(self) -> str:
@@ -125,8 +127,11 @@ class Plan:
         }
 
 
-def executable(request: PlanRequest, candidate: Candidate) -> tuple[dict[str, Any], str]:
-    """Return (config, command) of a candidate. A UsageError from the configuration is a bug of the planner."""
+def executable(request: PlanRequest, candidate: Candidate) -> tuple[dict[str, Any], str, Mapping[str, Any]]:
+    """Return (config, command, regularisation) of a candidate, see `PlannedBand`.
+
+    A UsageError from the configuration is a bug of the planner.
+    """
     planned: dict[str, Any] = options(candidate.setting, staged=bool(candidate.shape.config.schedule.stages))
     # A budget of hours sets the length of the run as a time, any other budget and a small text as tokens.
     timed = request.pretrain_seconds is not None or request.budget.kind == "hours"
@@ -135,9 +140,11 @@ def executable(request: PlanRequest, candidate: Candidate) -> tuple[dict[str, An
     else:
         length = str(Duration(max(1, int(candidate.tokens[1])), "tokens"))
     planned.setdefault("schedule", {})["length"] = length
-    if request.own_corpus and request.unique_tokens is not None:
+    regularised: Mapping[str, Any] = {}
+    if request.unique_tokens is not None and request.pretrains:
+        given, mode = request.user_options, request.own_corpus
         regularised = own_corpus.regularisation(
-            candidate, request.unique_tokens, Duration.parse(length), request.user_options
+            candidate, request.unique_tokens, Duration.parse(length), given, mode
         )
         planned = dict(merge.merge([planned, regularised])[0])
     # The candidate may fit only in a different precision from the requested one.
@@ -151,7 +158,7 @@ def executable(request: PlanRequest, candidate: Candidate) -> tuple[dict[str, An
         arguments = _training_arguments(request, candidate, planned, built, dropped)
     if request.gpus > 1:
         arguments += ["--gpus", str(request.gpus)]
-    return config, shlex.join(["deskside", *arguments])
+    return config, shlex.join(["deskside", *arguments]), regularised
 
 
 def _training_arguments(

@@ -134,7 +134,7 @@ def faults_of(
             "document.scrollingElement.scrollWidth - document.scrollingElement.clientWidth"
         )
         found = [*wrong, *([f"{hidden} px too wide"] if hidden > 0 else [])]
-        found += serious_faults(page)  # last: axe asks for style sheets, which files refuse on the console
+        found += serious_faults(page)
         if found:
             faults[name] = found
     page.close()

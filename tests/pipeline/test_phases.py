@@ -203,6 +203,20 @@ def test_a_preset_that_fits_is_trained_as_it_is(card: Machine, data: Path, tmp_p
     assert built == own and built.model.vocab_size == 32768
 
 
+def test_a_preset_that_fits_keeps_its_best_checkpoint_in_many_epochs(
+    card: Machine, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(phases, "unique_tokens", lambda _: 30_000_000)
+    request = make_request(data, tmp_path, preset="124m")
+    result, whole = phases.plan(request, 6900.0)
+    config = result["config"]
+    assert whole is not None and whole.verdict == "yes" and config["checkpoint"] == {"keep_best": True}
+    changed = ("checkpoint", "evaluate")
+    assert {key: value for key, value in config.items() if key not in changed} == {
+        key: value for key, value in phases.preset_config(request).items() if key not in changed
+    }
+
+
 @pytest.mark.parametrize("length", ["100M tokens", "200 steps"])
 def test_a_length_is_planned_within_the_hours(length: str, card: Machine, data: Path, tmp_path: Path) -> None:
     request = make_request(data, tmp_path, preset="124m", length=length)

@@ -19,7 +19,7 @@ UNIQUE = 20_000_000
 
 
 def best(**options: Any) -> Plan:
-    plan = make_plan(made.request(value=1.0, unique_tokens=options.pop("unique_tokens", UNIQUE), **options))
+    plan = make_plan(made.request(**{"value": 1.0, "unique_tokens": UNIQUE, **options}))
     assert plan.best is not None
     return plan
 
@@ -32,6 +32,9 @@ def test_many_epochs_are_regularised_and_the_model_is_the_same() -> None:
         assert after.config["checkpoint"]["keep_best"] is True
         assert after.config["data"]["packing"] == "shuffled"
         assert "weight_decay_epochs" not in before.config.get("optim", {})
+        # Without the mode, too, a run of many epochs ends with its best checkpoint.
+        assert before.config["checkpoint"] == after.config["checkpoint"]
+        assert before.config["evaluate"] == after.config["evaluate"]
         built = merge.build([after.config])
         every, length = built.evaluate.every, built.schedule.length
         assert every.unit == length.unit and every.value * 20 < length.value
@@ -45,6 +48,23 @@ def test_few_epochs_are_not() -> None:
     plain, own = best(unique_tokens=many), best(unique_tokens=many, own_corpus=True)
     assert [band.config for band in plain.bands] == [band.config for band in own.bands]
     assert "needs no regularisation" in " ".join(own.reasons)
+    assert all("keep_best" not in band.config.get("checkpoint", {}) for band in plain.bands)
+
+
+@pytest.mark.parametrize(
+    "given", [{"average": {"name": "ema"}}, {"evaluate": {"every": None}}, {"checkpoint": {"keep_best": False}}]
+)
+def test_without_the_mode_a_run_that_cannot_keep_its_best_checkpoint_is_planned(given: dict[str, Any]) -> None:
+    plan = best(overrides=given)
+    assert not plan.best.config.get("checkpoint", {}).get("keep_best", False)
+    assert "best checkpoint" not in " ".join(plan.reasons)
+
+
+@pytest.mark.parametrize("unique, expected", [(100_000, 16_384), (1_000_000, 120_000), (20_000_000, 262_144)])
+def test_evaluations_take_a_small_part_of_a_run_of_forty_epochs(unique: int, expected: int) -> None:
+    plan = best(unique_tokens=unique, value=10.0)
+    assert plan.best.candidate.tokens[1] == 40 * unique
+    assert plan.best.config["evaluate"]["tokens"] == expected
 
 
 def test_what_the_user_gives_stays() -> None:
