@@ -122,9 +122,8 @@ READY_SECONDS = 180
 PROGRAMS = ("deskside", "make", "source", "git", "curl", "python", "mkdir", "docker", "torchrun")
 
 Kind = Literal["command", "python", "file"]
-CONTINUES = re.compile(
-    r"\\\n\s*|(?<=\},)\n\s*(?=\{)"
-)  # a command on several lines, also inside a list of tables
+# A command on several lines, also inside a list of tables.
+CONTINUES = re.compile(r"\\\n\s*|(?<=\},)\n\s*(?=\{)")
 LANGUAGES: dict[str, Kind] = {"": "command", "bash": "command", "python": "python"}
 
 

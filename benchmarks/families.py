@@ -85,9 +85,8 @@ def small_config(family: Family) -> ModelConfig:
             source[family.fields[option].name] = family.fields[option].write(value, sizes)
     if source.get("sliding_window") or family.model_type == "ministral":
         source["sliding_window"] = 5
-    if (
-        family.model_type == "ministral"
-    ):  # the only family without a published checkpoint whose default is one window
+    # The only family without a published checkpoint whose default is one window.
+    if family.model_type == "ministral":
         source["layer_types"] = ["sliding_attention", "full_attention"] * 2
     return from_hf_config(source)
 

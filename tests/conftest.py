@@ -23,9 +23,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", "1"
-    )  # for this process, its workers, and the runs that tests start
+    # For this process, its workers, and the runs that tests start.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     # Tests neither read nor write the user's trials and added facts, but use FlashAttention-4's compiled kernels.
     if not hasattr(config, "workerinput"):
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_folder() / "flash-attn-4"))

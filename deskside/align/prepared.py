@@ -45,11 +45,8 @@ from deskside.utils.progress import ProgressBar
 FORMAT_VERSION = 1  # of the folder; written to index.json
 CONVERSION_VERSION = 3  # raised when the conversion of the same records gives other content
 Kind = Literal["preference", "labelled", "questions"]
-MIN_VAL_QUESTIONS = {
-    "preference": 1,
-    "labelled": 2,
-    "questions": 1,
-}  # KTO compares answers to different questions
+# KTO compares answers to different questions, so it needs two.
+MIN_VAL_QUESTIONS = {"preference": 1, "labelled": 2, "questions": 1}
 NOUN = {"preference": "pair", "labelled": "answer", "questions": "question"}
 
 

@@ -68,6 +68,5 @@ class Tools:
             text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
         except Exception as error:  # noqa: BLE001 - the model has to see the error of its call
             return ToolResult(json.dumps({"error": describe_error(error)}), failed=True)
-        return ToolResult(
-            text.encode("utf-8", "replace").decode("utf-8")
-        )  # without halves of surrogate pairs
+        # Without halves of surrogate pairs.
+        return ToolResult(text.encode("utf-8", "replace").decode("utf-8"))

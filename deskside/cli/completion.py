@@ -49,9 +49,8 @@ def run(argv: Sequence[str]) -> int:
     except ImportError:
         raise UsageError("completion needs shtab: pip install shtab") from None
     root = argparse.ArgumentParser("deskside", add_help=False)
-    subparsers = {
-        "": root.add_subparsers(metavar="COMMAND")
-    }  # of the program, and of commands with subcommands
+    # By command, those of its subcommands; "" is the program.
+    subparsers = {"": root.add_subparsers(metavar="COMMAND")}
     for command, about in all_commands():
         name, _, subcommand = command.name.partition(" ")
         if subcommand and name not in subparsers:

@@ -65,9 +65,8 @@ def eval_model(options: EvalOptions) -> int:
     parallel_text = _parallel_text(options)
     device = select_device(options.device)
     tasks = [] if selection is None else _prepare_tasks(options, selection)
-    others = _other_records(
-        options, tasks, device
-    )  # before the model is loaded, since both may not fit into memory
+    # Before the model is loaded, since both may not fit into memory.
+    others = _other_records(options, tasks, device)
     loaded = load_model(options.source, device, select_dtype(device), say, options.base, options.weights)
     check_lengths(lengths, loaded.config.max_position_embeddings)
     config = run_config(loaded)

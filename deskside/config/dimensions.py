@@ -59,9 +59,8 @@ def check_dimensions(
         return q % columns == 0 and all(count % rows == 0 for count in row_counts)
 
     if not heads_fit(head_dim):
-        nearest = _nearest(
-            head_dim, lambda size: size % 2 == 0 and heads_fit(size)
-        )  # RoPE needs an even size
+        # RoPE needs an even size.
+        nearest = _nearest(head_dim, lambda size: size % 2 == 0 and heads_fit(size))
         raise ValueError(
             f"model.head_dim: {heads} query and {kv_heads} key-value heads of {head_dim} channels are not multiples of "
             f"{math.lcm(columns, rows)}, as {recipe.name} needs; use --model.head_dim {nearest}, or other numbers of "

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 
 GAP = 3.0  # pixels between a mark and its label
 # (horizontal, vertical) side of the mark at which a label stands, the best first. y points down, as on a screen.
-Line = tuple[
-    tuple[float, float], tuple[float, float]
-]  # horizontal or vertical; ends as fractions, as in `Mark`
+# Horizontal or vertical; ends as fractions, as in `Mark`.
+Line = tuple[tuple[float, float], tuple[float, float]]
 SIDES = ((1, 0), (-1, 0), (0, -1), (0, 1), (1, -1), (1, 1), (-1, -1), (-1, 1))
 
 

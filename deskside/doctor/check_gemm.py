@@ -134,9 +134,8 @@ def sensors_under_load(device: torch.device, rate: float) -> dict[str, Any]:
     out = torch.empty_like(x)
     for _ in range(int(WORK_SECONDS * rate / (2 * side**3)) + 1):
         torch.mm(x, x, out=out)
-    time.sleep(
-        0.8 * WORK_SECONDS
-    )  # the matmuls still run: the host is ahead of the GPU, whose sensors report averages
+    # The matmuls still run: the host is ahead of the GPU, whose sensors report averages.
+    time.sleep(0.8 * WORK_SECONDS)
     state = Sensors(device).read()
     torch.cuda.synchronize(device)
     return state

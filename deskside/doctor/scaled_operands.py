@@ -83,9 +83,8 @@ def quantize_mx(x_RK: Tensor, gradient: bool) -> ScaledOperand:
     x_RBN = x_RK.float().view(R, K // MX_BLOCK, MX_BLOCK)
     mantissa, exponent = torch.frexp(x_RBN.abs().amax(dim=2) / LARGEST["e4m3"])
     exponent_RB = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-126, 127)
-    steps_RB = ((exponent_RB + 127).int() << 23).view(
-        torch.float32
-    )  # bits of 2 ** exponent; torch.exp2 may not be exact
+    # Bits of 2 ** exponent; torch.exp2 may not be exact.
+    steps_RB = ((exponent_RB + 127).int() << 23).view(torch.float32)
     codes = to_fp8(x_RBN / steps_RB[:, :, None], "e4m3").view(R, K)
     scales = (exponent_RB + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
     return ScaledOperand(codes, [swizzle(scales)], steps_RB)

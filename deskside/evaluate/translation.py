@@ -33,9 +33,8 @@ def corpus_scores(
     """
     from sacrebleu.metrics import BLEU, CHRF
 
-    streams = list(
-        zip_longest(*references)
-    )  # of the first references, of the second ones (None if missing), ...
+    # Of the first references, of the second ones (None if missing), ...
+    streams = list(zip_longest(*references))
     bleu, chrf, words = BLEU(tokenize=tokenize, force=True), CHRF(), CHRF(word_order=2)
     resampled = chrf.corpus_score(texts, streams, n_bootstrap=RESAMPLES)
     score = json_value(resampled.format(width=4, is_json=True, signature=str(chrf.get_signature())))

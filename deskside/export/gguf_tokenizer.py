@@ -122,10 +122,8 @@ def _pre_tokenizer(spec: dict[str, Any], file: Path) -> str:
         raise UsageError(f"{file}: is not byte-level BPE, and --to gguf supports nothing else; use --to hf")
     wrong = [key for key in ("continuing_subword_prefix", "end_of_word_suffix", "dropout") if model.get(key)]
     normalizer = (spec.get("normalizer") or {}).get("type")
-    if normalizer not in (
-        None,
-        "NFC",
-    ):  # llama.cpp ignores NFC, for Qwen's models too, so it is accepted here
+    # llama.cpp ignores NFC, for Qwen's models too, so it is accepted here.
+    if normalizer not in (None, "NFC"):
         wrong.append(f"normalizer {normalizer}")
     if wrong:
         raise UsageError(f"{file}: has {', '.join(wrong)}, which llama.cpp does not support; use --to hf")

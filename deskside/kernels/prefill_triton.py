@@ -94,9 +94,8 @@ class Launch(NamedTuple):
 
 def launch_of(head_bytes: int, dtype: torch.dtype) -> Launch:
     """Return the launch for heads of this many bytes, a power of two."""
-    if (
-        dtype == torch.float32
-    ):  # products in full float32 run outside of the tensor cores, and larger tiles spill
+    # Products in full float32 run outside of the tensor cores, and larger tiles spill.
+    if dtype == torch.float32:
         return Launch(64, 64 if head_bytes <= 256 else 32, 8, 2)
     if head_bytes <= 128:
         return Launch(128, 64, 4, 3)

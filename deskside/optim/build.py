@@ -279,9 +279,8 @@ def build(
     separate: frozenset[str] = frozenset()
     if config.gradients != "device":
         separate = frozenset(info.name for info in parameters if info.parameter.numel() >= adamw_module.SMALL)
-    if not config.scale or any(
-        info.role == "adapter" for info in parameters
-    ):  # also for tables that train whole
+    # With an adapter also for tables that train whole.
+    if not config.scale or any(info.role == "adapter" for info in parameters):
         scaling = Scaling(lr=1.0, embedding_lr=1.0, weight_decay=1.0)
     streamer = Streamer(local(parameters[0].parameter).device) if config.offload and parameters else None
 

@@ -304,6 +304,11 @@ def ends_early(request: PlanRequest, candidate: Candidate) -> bool:
     return candidate.tokens[1] >= most_tokens(request, candidate.setting)
 
 
+def takes_all_hours(request: PlanRequest, candidate: Candidate) -> bool:
+    """Return True if the budget is a time and the run is not too short for it."""
+    return request.budget.kind == "hours" and not ends_early(request, candidate)
+
+
 def run_length(request: PlanRequest, step: StepEstimate, end: int = 1) -> tuple[Range, Range] | None:
     """Return (tokens, seconds) of the pretraining run that the budget allows, with their ranges. None if its hours
     allow no step or the requested loss is out of reach. end: see `search`."""

@@ -3,7 +3,7 @@
 import re
 
 from deskside.budget.shape import num_params
-from deskside.plan.candidates import ends_early
+from deskside.plan.candidates import takes_all_hours
 from deskside.plan.request import PlanRequest
 from deskside.plan.result import Plan, PlannedBand
 from deskside.utils.format import GIB, count, dollars, duration, gib, number
@@ -19,7 +19,7 @@ def headline(plan: Plan) -> str:
         return f"No: {_not_possible(plan)}"
     what = f"{_indefinite(count(best.candidate.params))} model"
     tokens = f"{count(_two_digits(best.candidate.tokens[1]))} tokens"
-    if request.budget.kind == "hours" and not ends_early(request, best.candidate):
+    if takes_all_hours(request, best.candidate):
         hours = request.budget.value
         train = ("train" if request.pretrains else "fine-tune") + ("s" if hours == 1 else "")
         text = f"{_hours(hours)} {train} {what} on {tokens}"

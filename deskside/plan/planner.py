@@ -29,6 +29,7 @@ from deskside.plan.candidates import (
     law_inputs,
     pretrain_seconds,
     setup_seconds,
+    takes_all_hours,
     too_short,
 )
 from deskside.plan.claim_check import Claims, check_claims
@@ -118,7 +119,7 @@ def _planned_band(request: PlanRequest, band: Band) -> PlannedBand:
     """Return a band with its configuration, command and cost."""
     config, command, regularisation = executable(request, band.candidate)
     seconds, of = band.candidate.seconds, "the pretraining run"
-    if request.budget.kind == "hours" and not ends_early(request, band.candidate):
+    if takes_all_hours(request, band.candidate):
         seconds, of = (request.budget.value * 3600,) * 3, "the whole budget"
     costs = cost(request, seconds, of)
     return PlannedBand(band.name, band.why, band.candidate, config, command, costs, regularisation)

@@ -51,7 +51,8 @@ def toml_table(text: str | bytes) -> dict[str, Any]:
         decoded = text.decode("utf-8-sig") if isinstance(text, bytes) else text
         table = tomllib.loads(decoded)
     _check_depth(table)
-    _check_integers(table)
+    if any(isinstance(leaf, int) and leaf.bit_length() > 64 for leaf in leaves(table)):
+        raise Unreadable("it has an integer of more than 64 bits")
     return table
 
 
@@ -71,6 +72,15 @@ def read_json_object(path: Path, big_integers: bool = False) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise RunError(f"{path} is damaged: it does not hold a JSON object")
     return content
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield the values in nested lists and objects, or a value itself. At most `MAX_DEPTH` levels, as parsed here."""
+    if isinstance(value, (dict, list)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from leaves(inner)
+    else:
+        yield value
 
 
 @contextlib.contextmanager
@@ -127,14 +137,3 @@ def _check_depth(value: Any) -> None:
         if not level:
             return
     raise Unreadable(f"it is nested more than {MAX_DEPTH} levels deep")
-
-
-def _check_integers(value: Any) -> None:
-    """Raise Unreadable for an integer of more than 64 bits. `value` must not be deeply nested."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            _check_integers(item)
-    elif isinstance(value, int) and value.bit_length() > 64:
-        raise Unreadable("it has an integer of more than 64 bits")

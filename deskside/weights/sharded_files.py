@@ -64,9 +64,8 @@ def read(checkpoint: Checkpoint, groups: Groups, no_dist: bool = False) -> None:
         for name, tensor in tensors.items():
             _check(folder, f"{group}.{name}", tensor, stored)
     try:
-        with (
-            warnings.catch_warnings()
-        ):  # torch warns if a single process reads the shards of many, which is fine
+        # torch warns if a single process reads the shards of many, which is fine.
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
             dcp.load(dict(groups), storage_reader=reader, no_dist=no_dist)
     except CheckpointException as error:

@@ -68,9 +68,8 @@ def test_adapters_are_trained_further(place: Path, capsys: pytest.CaptureFixture
     facts = json.loads((place / "runs/second/run.json").read_text())
     assert (facts["adapters"], Path(facts["init"]).name) == ("peft", "small")
     run = RunDirectory.open(place / "runs/second")
-    again = InitialWeights.recorded(
-        run, run.config()
-    )  # for a run that is stopped before its first checkpoint
+    # For a run that is stopped before its first checkpoint.
+    again = InitialWeights.recorded(run, run.config())
     assert again is not None and again.adapters is not None
     assert again.adapters.folder.resolve() == place / "peft"
     capsys.readouterr()

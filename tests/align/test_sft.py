@@ -304,9 +304,8 @@ def test_prepared_conversations_are_used_again(place: Path, capsys: pytest.Captu
     assert sorted(p.name for p in (place / "data").iterdir()) == before
     error = capsys.readouterr().err
     assert "render:" not in error
-    assert (
-        sum(f"data/{name} " in error.replace(";", " ") for name in before) == 1
-    )  # the user is told where it is
+    # The user is told where it is.
+    assert sum(f"data/{name} " in error.replace(";", " ") for name in before) == 1
 
 
 @pytest.mark.full

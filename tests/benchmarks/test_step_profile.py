@@ -25,9 +25,7 @@ GPU_TRACE = [
     _event("kernel", "nvjet_tst_1", 160, 40, tid=7, correlation=2),
     _event("cuda_runtime", "cudaLaunchKernel", 60, 1, correlation=3),  # outside of everything
     _event("kernel", "mystery", 170, 20, tid=8, correlation=3),  # on another stream, beside the last
-    _event(
-        "gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 210, 10, tid=7, correlation=4
-    ),  # launch not recorded
+    _event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 210, 10, tid=7, correlation=4),  # launch unknown
     _event("gpu_user_annotation", OPTIMIZER_MARK, 160, 40, tid=7),
 ]
 

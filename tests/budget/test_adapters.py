@@ -169,9 +169,8 @@ class Tracked:
 def track(shape: ModelConfig, spec: StepSpec) -> Tracked:
     """One optimiser step on fake tensors: shapes can be real ones."""
     assert spec.adapter is not None
-    if (
-        spec.adapter.base == "nf4"
-    ):  # bitsandbytes makes its tables at the first use, which fake tensors do not allow
+    # bitsandbytes makes its tables at the first use, which fake tensors do not allow.
+    if spec.adapter.base == "nf4":
         bitsandbytes.functional.quantize_4bit(torch.zeros(1, 64), quant_type="nf4", compress_statistics=True)
     with FakeTensorMode(allow_non_fake_inputs=True):  # bitsandbytes keeps its table of quantiles
         model = adapted(shape, spec.adapter)

@@ -286,9 +286,8 @@ def test_bf16_copies_last_where_they_are_cached() -> None:
     for precision in ("bf16", "fp8"):
         uncached = replace(work, copies="use", precision=precision, activation_checkpointing="none")  # type: ignore[arg-type]
         at_use = instants(shape, uncached)
-        assert (
-            at_use["backward"].items["copies"] == 0 < at_use["loss"].items["copies"]
-        )  # the head's, in the loss
+        # The copy of the head appears in the loss.
+        assert at_use["backward"].items["copies"] == 0 < at_use["loss"].items["copies"]
 
 
 def test_a_recomputed_fused_mlp_has_its_normed_input_again() -> None:

@@ -34,9 +34,8 @@ def address(served_root: Path) -> Iterator[str]:
         yield found
 
 
-@pytest.fixture(
-    scope="module"
-)  # playwright keeps an event loop running, which the asyncio tests of others forbid
+# Of a module, because playwright keeps an event loop running, which the asyncio tests of others forbid.
+@pytest.fixture(scope="module")
 def browser() -> Iterator["Browser"]:
     """A headless Chromium; without one, the tests that need it are skipped."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

@@ -142,9 +142,8 @@ def test_a_phone_shows_rows_as_cards(browser: "Browser", address: str) -> None:
     # A value stands in the same place of each card, also where others are missing.
     for key in ("tokens_per_second", "mfu", "created"):
         cells = page.locator(f".runs td.{key}:not(:empty)").all()
-        assert (
-            len({box["x"] for cell in cells if (box := cell.bounding_box())}) <= 2
-        )  # with and without a tick
+        # With and without a tick.
+        assert len({box["x"] for cell in cells if (box := cell.bounding_box())}) <= 2
     page.close()
 
 

@@ -201,10 +201,8 @@ def test_claims_are_filtered_by_verdict_and_words(tmp_path: Path, draw: Draw) ->
     ]
     made_up.study(tmp_path / "s", claims=claims)
     page = draw(tmp_path, "claims")
-    assert listed(page) == [
-        "GQA is slower",
-        "FP8 is &lt;b&gt;faster&lt;/b&gt;",
-    ]  # markup is text; most important first
+    # Markup is text; most important first.
+    assert listed(page) == ["GQA is slower", "FP8 is &lt;b&gt;faster&lt;/b&gt;"]
     checked(page.pills(key="s: claims verdict").set_value(["not measured"]).run())
     assert listed(page) == ["a GPU is warm"]
     checked(page.pills(key="s: claims verdict").set_value([]).run())

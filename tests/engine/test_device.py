@@ -38,9 +38,8 @@ def test_a_cache_leaves_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.cache_tokens(model, 500, 32) == 500
     assert device.cache_tokens(model, 10**6, 32) == 850_000
     assert device.cache_tokens(model, 10**6, 900_000) == 900_000
-    passes = 2 * device.prefill_bytes(
-        model.config, 4, device.PREFILL_TOKENS
-    )  # more than what the share leaves
+    # More than what the share leaves.
+    passes = 2 * device.prefill_bytes(model.config, 4, device.PREFILL_TOKENS)
     monkeypatch.setattr(device, "free_bytes", lambda device: passes + 100 * each)
     assert device.cache_tokens(model, 1000, 32) == 100
 

@@ -34,9 +34,8 @@ from deskside.engine.sampling import (
 )
 from deskside.utils.errors import UsageError
 
-LOGITS = st.lists(
-    st.integers(-30, 30).map(lambda n: n / 4), min_size=1, max_size=12
-)  # coarse, so that equal logits are common
+# Coarse, so that equal logits are common.
+LOGITS = st.lists(st.integers(-30, 30).map(lambda n: n / 4), min_size=1, max_size=12)
 SAMPLING = st.builds(
     Sampling,
     temperature=st.sampled_from([0.0, 0.25, 0.8, 1.0, 2.0]),

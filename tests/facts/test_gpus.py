@@ -54,9 +54,8 @@ def test_every_row_is_whole() -> None:
         assert 4 * GIB <= gpu.memory_bytes <= 192 * GIB
         assert 60 <= gpu.watts <= 1000 and 0.2e12 <= gpu.bandwidth <= 8e12
         assert bool(gpu.measured_bf16_flops) == bool(gpu.measured_source), gpu.name
-        if (
-            gpu.measured_bf16_flops
-        ):  # laptops run above the lowest power limit, which their sheet reckons with
+        # Laptops run above the lowest power limit, which their sheet reckons with.
+        if gpu.measured_bf16_flops:
             top = 1.7 if gpu.laptop else 1.15
             assert 0.5 < gpu.measured_bf16_flops / gpu.bf16_flops < top, gpu.name
         for faster in (gpu.fp8_flops, gpu.fp4_flops):

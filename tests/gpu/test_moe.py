@@ -147,11 +147,8 @@ def test_the_products_of_a_decoding_step_equal_float64(
         pytest.skip("Triton's kernels do not support this here")
     torch.manual_seed(0)
     routing = moe.route(random(N, E), k, True)
-    x, weight, down = (
-        random(N, D),
-        random(E, 2 * F, D) / D**0.5,
-        random(E, D, F) / F**0.5,
-    )  # float16 ends at 65,504
+    # float16 ends at 65,504.
+    x, weight, down = (random(N, D), random(E, 2 * F, D) / D**0.5, random(E, D, F) / F**0.5)
     x, weight, down = x.to(dtype), weight.to(dtype), down.to(dtype)
     assert moe.grouped_backend(device, dtype, weight.shape, N * k) == "triton"
     wide = replace(routing, weights_S=routing.weights_S.double())

@@ -29,9 +29,8 @@ def test_bits_are_those_of_the_cpu(data: str, name: str) -> None:
     # EDEN's correction is a sum of 128, whose order is the device's: a scale on the edge of its noise may differ.
     assert torch.equal(got.codes.cpu(), wanted.codes)
     ours, theirs = got.block_scale.float().cpu(), wanted.block_scale.float()
-    differ = (ours != theirs) & ~(
-        ours.isnan() & theirs.isnan()
-    )  # 1e37 overflows in the rotation; NaN has two signs
+    # 1e37 overflows in the rotation; NaN has two signs.
+    differ = (ours != theirs) & ~(ours.isnan() & theirs.isnan())
     assert differ.double().mean() < 1e-3
 
 

@@ -153,9 +153,8 @@ def test_every_recipe_has_the_launches_of_its_kernels(scaling: str, monkeypatch:
         "row": {"gated", "gated_backward", "row_col_amax", "cast_both"},
     }
     assert problems.keys() == expected[scaling]
-    if (
-        scaling == "none"
-    ):  # reads gate and up, writes the product; and the same with a gradient, and two written
+    # Reads gate and up, writes the product; and the same with a gradient, and two written.
+    if scaling == "none":
         assert problems["gated"].traffic == 64 * 48 * 2 * 3
         assert problems["gated_backward"].traffic == 64 * 48 * 2 * 5
     if scaling == "delayed":  # FP8 in rows and in columns

@@ -36,9 +36,8 @@ def test_a_routing_sorts_every_choice_once(tokens: int, experts: int, k: int, se
     expert_S = torch.empty(tokens * k, dtype=torch.int32)
     expert_S[routing.slots_Nk.long()] = routing.experts_Nk
     assert torch.equal(expert_S, expert_S.sort().values)
-    assert torch.equal(
-        torch.bincount(expert_S, minlength=experts).cumsum(0).int(), routing.ends_E
-    )  # no token dropped
+    # No token dropped.
+    assert torch.equal(torch.bincount(expert_S, minlength=experts).cumsum(0).int(), routing.ends_E)
     assert routing.weights_S[routing.slots_Nk.long()].sum(1).allclose(torch.ones(tokens))
     assert float(routing.statistics_R[:-2].sum()) == pytest.approx(tokens * (k + 1), rel=1e-5)
 

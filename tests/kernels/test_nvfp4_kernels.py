@@ -72,9 +72,8 @@ def test_sums_are_cut_only_where_the_card_would_idle() -> None:
     from deskside.kernels.nvfp4.matmul import num_parts
 
     assert num_parts(tiles=512 * 16, steps=12, multiprocessors=132) == 1  # 65,536 tokens, 768 -> 4096
-    assert (
-        num_parts(tiles=18, steps=1024, multiprocessors=132) == 7
-    )  # 768 x 768 from 65,536 tokens: 126 of 132 busy
+    # 768 x 768 from 65,536 tokens: 126 of 132 busy.
+    assert num_parts(tiles=18, steps=1024, multiprocessors=132) == 7
     assert num_parts(tiles=1, steps=8, multiprocessors=132) == 1  # too short to cut
 
 

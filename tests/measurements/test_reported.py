@@ -281,9 +281,8 @@ def test_a_checkout_writes_its_own_table(tmp_path: Path, monkeypatch: pytest.Mon
     entry, path = add_report(write(tmp_path, faster(made(), 0.9)), DATE)
     assert path == tmp_path / "package" / "facts" / "reported.jsonl" and entry.part == "deskside"
     assert [found.part for found in reported_for("H200 SXM")] == ["deskside", "user"]
-    path.write_bytes(
-        path.read_bytes() + user.read_bytes()
-    )  # what a user has added may come with a later version
+    # What a user has added may come with a later version.
+    path.write_bytes(path.read_bytes() + user.read_bytes())
     assert len(reported_for("H200 SXM")) == 2
 
 

@@ -81,9 +81,8 @@ def test_a_file_cut_anywhere_loses_the_last_row_alone(data: st.DataObject) -> No
         second = whole.index(b"\n", whole.index(b"\n") + 1) + 1
         cut = data.draw(st.integers(second, len(whole)))
         path.write_bytes(whole[:cut])
-        torn = (
-            second + 1 < cut < len(whole) - 1
-        )  # without its newline alone, or its first byte alone, is a matter apart
+        # Without its newline alone, or its first byte alone, is a matter apart.
+        torn = second + 1 < cut < len(whole) - 1
         if torn:
             assert [one["key"]["spec"]["number"] for one in store.rows(MACHINE)] == [0, 1]
             assert len(store.notes()) == 1

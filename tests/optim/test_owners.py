@@ -95,9 +95,8 @@ def test_owners_train_like_one_process(case: str, tmp_path: Path) -> None:
     norms = steps(model, optimizer, range(5))
     state, _ = optimizer.state_dict_flat()
     matrices = {key.split("/")[1] for key in state if key.startswith("momentum/")}
-    assert sorted(name for *_, held, _, _ in results for name in held) == sorted(
-        matrices
-    )  # each has one owner
+    # Each matrix has one owner.
+    assert sorted(name for *_, held, _, _ in results for name in held) == sorted(matrices)
     for rank, (empty, their_norms, theirs, resumed, _, found, data) in enumerate(results):
         assert not empty and their_norms == pytest.approx(norms, rel=1e-5)
         for name, value in weights(model).items():

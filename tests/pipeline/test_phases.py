@@ -59,9 +59,8 @@ def result_of(spec: Mapping[str, Any]) -> dict[str, Any]:
 def card(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """This machine has an RTX 4090 and the data a billion tokens, as far as the planner can tell."""
     monkeypatch.setattr(planner.probe_store, "this_machine", lambda: CARD)
-    monkeypatch.setattr(
-        phases, "unique_tokens", lambda data: 10**9
-    )  # of a few thousand nothing can be learnt
+    # Of a few thousand nothing can be learnt.
+    monkeypatch.setattr(phases, "unique_tokens", lambda data: 10**9)
     return CARD
 
 

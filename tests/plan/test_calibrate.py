@@ -375,9 +375,8 @@ def test_reports_have_one_vote_each() -> None:
     assert near.speed_spread == pytest.approx(
         max(REPORTED_SPREAD, calibrate(find("h200"), [], reports(1.0)).speed_spread)
     )
-    assert far.speed_spread == pytest.approx(
-        2 * 0.25 / 0.75, rel=0.1
-    )  # of the products; other rates differ less
+    # Of the products; other rates differ less.
+    assert far.speed_spread == pytest.approx(2 * 0.25 / 0.75, rel=0.1)
 
 
 def test_reports_without_a_usable_point_change_nothing() -> None:

@@ -52,9 +52,12 @@ def test_few_epochs_are_not() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [{"average": {"name": "ema"}}, {"evaluate": {"every": None}}, {"checkpoint": {"keep_best": False}}]
+    "given",
+    [{"average": {"name": "ema"}}, {"evaluate": {"every": None}}, {"checkpoint": {"keep_best": False}}],
 )
-def test_without_the_mode_a_run_that_cannot_keep_its_best_checkpoint_is_planned(given: dict[str, Any]) -> None:
+def test_without_the_mode_a_run_that_cannot_keep_its_best_checkpoint_is_planned(
+    given: dict[str, Any],
+) -> None:
     plan = best(overrides=given)
     assert not plan.best.config.get("checkpoint", {}).get("keep_best", False)
     assert "best checkpoint" not in " ".join(plan.reasons)

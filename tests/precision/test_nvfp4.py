@@ -206,9 +206,8 @@ def test_rows_are_columns_of_the_transpose(name: str) -> None:
     assert torch.equal(rows.codes, columns.codes.T)
     assert torch.equal(rows.block_scale.float(), columns.block_scale.float().T)
     assert torch.equal(rows.dequantized(), columns.dequantized().T)
-    assert torch.equal(
-        quantize(x.T, operand, "rows", **given).codes, rows.codes
-    )  # a view with other strides is the same matrix
+    # A view with other strides is the same matrix.
+    assert torch.equal(quantize(x.T, operand, "rows", **given).codes, rows.codes)
 
 
 @pytest.mark.parametrize("four_over_six", [False, True])

@@ -69,9 +69,8 @@ def test_whatever_is_cast_comes_back_within_half_a_step(values: list[float], kin
     if 1e-30 < largest < 1e30:  # beyond, the scale itself leaves float32
         smallest = largest * float(info.smallest_normal) / float(info.max)
         assert torch.all((back - x).abs() <= (x.abs() / 2).clamp(min=smallest) * float(info.eps) * 1.01)
-        assert float(back.abs().max()) == pytest.approx(
-            largest, rel=1e-6
-        )  # the largest is the format's largest
+        # The largest is the format's largest.
+        assert float(back.abs().max()) == pytest.approx(largest, rel=1e-6)
     assert bool(both.rows.float().isfinite().all())
 
 

@@ -50,9 +50,8 @@ class Page(HTMLParser):
 def test_html_escapes_every_block() -> None:
     page = Page(render_html(document(MARKUP)))
     assert not page.tags & {"script", "img", "a", "b", "iframe"}
-    assert (
-        sum(MARKUP in text for text in page.texts) == 2 + 1 + 1 + 2 * 10
-    )  # title, verdict, section, summary, blocks
+    # Title, verdict, section, summary, blocks.
+    assert sum(MARKUP in text for text in page.texts) == 2 + 1 + 1 + 2 * 10
 
 
 def test_markdown_escapes_every_block() -> None:

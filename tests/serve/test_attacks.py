@@ -222,6 +222,5 @@ def test_ctrl_c_twice_does_not_wait(chatty: Path) -> None:
             process.send_signal(signal.SIGINT)
             assert process.wait(timeout=30) == 0
             assert time.monotonic() - began < 5
-        assert (
-            len(process.stderr.read().splitlines()) <= 2
-        )  # the API's address, and that answers were cut off
+        # The API's address, and that answers were cut off.
+        assert len(process.stderr.read().splitlines()) <= 2

@@ -58,11 +58,10 @@ def samples(model: Any, config: dict[str, Any], rows: list[dict[str, Any]]) -> l
 
 def rows(seed: int, count: int) -> list[dict[str, Any]]:
     rng = np.random.default_rng(seed)
+    # Short texts: windows of a long text differ between lm-eval's own models.
     return [
         {
-            "query": sentence(
-                rng, 2, 12
-            ),  # short: windows of a long text differ between lm-eval's own models
+            "query": sentence(rng, 2, 12),
             "choices": [sentence(rng, 1, 6) for _ in range(4)],
             "gold": int(rng.integers(4)),
         }

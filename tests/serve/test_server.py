@@ -157,9 +157,8 @@ def test_completions_of_text_tokens_and_lists(client: openai.OpenAI, loaded: Loa
     texts = ["the sea", "all day long"]
     prompts = [[loaded.start_token, *ids(loaded, text)] for text in texts]
     expected = [text_of(loaded, greedy(loaded, prompt, 16)) for prompt in prompts]
-    one = client.completions.create(
-        model="tiny", prompt=texts[0], temperature=0
-    )  # 16 tokens, as OpenAI has it
+    # The default is 16 tokens, as in OpenAI's API.
+    one = client.completions.create(model="tiny", prompt=texts[0], temperature=0)
     assert one.choices[0].text == expected[0]
     many = client.completions.create(model="tiny", prompt=texts, temperature=0, n=2)
     assert [c.index for c in many.choices] == [0, 1, 2, 3]

@@ -144,11 +144,8 @@ def test_any_json_object(client: openai.OpenAI) -> None:
         ({"structured_outputs": {"lark": "a"}}, "structured_outputs", "lark"),
         ({"guided_grammar": "nothing"}, "guided_grammar", "nothing"),
         ({"guided_json": "[" * 100_000}, "guided_json", "nested"),
-        (
-            {"guided_grammar": CHAIN_OF_RULES, "max_tokens": 99999},
-            "max_tokens",
-            "exceeds",
-        ),  # does not overflow the stack
+        # A chain of rules does not overflow the stack.
+        ({"guided_grammar": CHAIN_OF_RULES, "max_tokens": 99999}, "max_tokens", "exceeds"),
         ({"guided_json": CHAIN_OF_REFS, "max_tokens": 99999}, "max_tokens", "exceeds"),
         ({"guided_regex": "(?:a?){500}a{500}"}, "grammar", "too many"),
         ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "guided_regex"),

@@ -53,9 +53,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Loaded]:
     def load(name: str) -> Loaded:
         path = Path(shutil.copytree(made, made.parent / name))
         (path / "chat_template.jinja").write_text(template(name), "utf-8")
-        if name.startswith(
-            "mistral"
-        ):  # these markers are special tokens, which have no text in other answers
+        # These markers are special tokens, which have no text in other answers.
+        if name.startswith("mistral"):
             file = path / "tokenizer.json"
             tokenizer = Tokenizer.from_file(str(file))
             tokenizer.add_special_tokens(

@@ -154,6 +154,5 @@ def test_a_device_beyond_repair_refuses_until_it_is_repaired(monkeypatch: pytest
         assert isinstance(told, Event) and tokens == plain(MODEL, list(PROMPT), 5)
         assert worker.failed is None
 
-    assert (
-        len(with_worker(engine, work)) == 2
-    )  # that it failed, and that it cannot be started again: once each
+    # That it failed, and that it cannot be started again: once each.
+    assert len(with_worker(engine, work)) == 2

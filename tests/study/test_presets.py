@@ -42,11 +42,8 @@ def test_every_preset_expands(name: str) -> None:
 def test_quick_presets_use_a_text_that_is_there(name: str) -> None:
     for arm in arms_of(name).values():
         assert arm.config.data.sources == ("bundled:tiny_shakespeare.txt",)
-        assert arm.config.compute.compile in (
-            "auto",
-            "off",
-            "fused",
-        )  # compiling takes longer than the study may
+        # Compiling takes longer than the study may.
+        assert arm.config.compute.compile in ("auto", "off", "fused")
 
 
 @pytest.mark.parametrize("name", OWN)

@@ -154,9 +154,8 @@ def test_a_hostile_file_of_a_run_is_one_line(
             code = main(argv)
             stderr = capsys.readouterr().err
             assert "unexpected" not in stderr and "Traceback" not in stderr, (argv, stderr)
-            expected_codes = (
-                (0, 1, 2) if argv[0] == "report" else (1, 2)
-            )  # reports are made of damaged runs too
+            # Reports are made of damaged runs too.
+            expected_codes = (0, 1, 2) if argv[0] == "report" else (1, 2)
             assert code in expected_codes, (file, argv, stderr)
         (run / file).unlink()
         if before is not None:

@@ -64,9 +64,8 @@ def test_another_number_of_processes_reads_the_same(writers: int, readers: int, 
     for file in files:
         with safe_open(file, "pt") as opened:
             stored += sum(opened.get_tensor(key).numel() for key in opened.keys())  # noqa: SIM118
-    assert stored == sum(
-        t.numel() for t in (*model().values(), *state().values())
-    )  # nothing stands there twice
+    # Nothing stands there twice.
+    assert stored == sum(t.numel() for t in (*model().values(), *state().values()))
     alone = {name: torch.zeros_like(tensor) for name, tensor in model().items()}
     sharded_files.read(Checkpoint(tmp_path, 0), {"model": alone}, no_dist=True)
     assert all(torch.equal(alone[name], tensor) for name, tensor in model().items())

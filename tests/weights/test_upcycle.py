@@ -21,11 +21,8 @@ from tests.export.test_hf_parity import TINY, batch, random_model
 DENSE = ModelConfig(**TINY)
 EIGHT = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 FINE = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 12}
-THIRDS = {
-    "num_experts": 6,
-    "num_experts_per_tok": 3,
-    "moe_intermediate_size": 16,
-}  # times 3 rounds, unlike times 4
+# Times 3 rounds, unlike times 4.
+THIRDS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 
 
 def mixture_of(dense: Transformer, **experts: Any) -> Transformer:

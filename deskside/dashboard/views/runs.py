@@ -89,9 +89,8 @@ def _row_data(row: TableRow) -> dict[str, Any]:
         "details": row.details,
         "page": PAGES.get(row.kind, "run"),
         "status": row.status,
-        "losses": [
-            float(f"{loss:.4g}") for loss in row.losses
-        ],  # all digits would make the page twice as large
+        # All digits would make the page twice as large.
+        "losses": [float(f"{loss:.4g}") for loss in row.losses],
         "values": {
             **{
                 key: getattr(row, key)

@@ -24,9 +24,8 @@ from typing import Any
 from deskside.utils.errors import UsageError
 from deskside.utils.parsing import Unreadable, json_value
 
-FIELDS = frozenset(
-    {"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"}
-)  # of a message
+# The fields of a message.
+FIELDS = frozenset({"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"})
 REASONING = ("reasoning_content", "reasoning", "thinking")  # names of the same field
 
 Message = Mapping[str, Any]

@@ -35,14 +35,8 @@ SHORT_LINE = 30  # characters, of FineWeb
 _STOP_WORDS = "the be to of and that have with"
 _BULLETS = "•‣▪◦●·*-"
 _TOP = {2: 0.20, 3: 0.18, 4: 0.16}  # n -> maximum share of the most frequent n-gram
-_DUPLICATE = {
-    5: 0.15,
-    6: 0.14,
-    7: 0.13,
-    8: 0.12,
-    9: 0.11,
-    10: 0.10,
-}  # n -> maximum share in duplicate n-grams
+# n -> maximum share in duplicate n-grams.
+_DUPLICATE = {5: 0.15, 6: 0.14, 7: 0.13, 8: 0.12, 9: 0.11, 10: 0.10}
 
 Sums = dict[str, NDArray[np.float64]]
 

@@ -170,9 +170,8 @@ def triton_matmul(x_SK: Tensor, weight: Tensor, ends_E: Tensor, transpose: bool)
     if not out.numel():
         return out
     tiles = grouped_tiles(x_SK.device, x_SK.dtype, ceil_div(S, E))
-    if (
-        M % SMALLEST_TILE
-    ):  # rows of the result are not aligned, and larger tiles spill registers to store them
+    # If rows of the result are not aligned, larger tiles spill registers to store them.
+    if M % SMALLEST_TILE:
         tiles = replace(tiles, R=min(tiles.R, 64))
     row_tiles = _row_tiles(S, E, tiles.L)
     triton_grouped.grouped_matmul[(row_tiles * ceil_div(M, tiles.R),)](

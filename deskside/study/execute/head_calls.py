@@ -12,9 +12,8 @@ from typing import Any, TypeVar
 
 from deskside.utils.errors import RunError
 
-ANSWER_SECONDS = (
-    30.0  # a busy head or network needs a few; the rest of Ray's 60 s is left for the end of the study
-)
+# A busy head or network needs a few; the rest of Ray's 60 s is left for the end of the study.
+ANSWER_SECONDS = 30.0
 POLL_SECONDS = 0.1
 T = TypeVar("T")
 

@@ -34,11 +34,8 @@ OUTCOME_FILE, LOG_FILE = "trial.json", "output.log"
 DISK_FULL = "full"  # ends the study, because every further trial would fail as well
 STOPPED = "stopped"  # saved and stopped on request
 LOST = "lost"  # the machine that it ran on has died
-EXIT_CODES = {
-    "finished": 0,
-    STOPPED: 0,
-    DISK_FULL: 74,
-}  # 1 for every other status; 74 is EX_IOERR of sysexits.h
+# 1 for every other status; 74 is EX_IOERR of sysexits.h.
+EXIT_CODES = {"finished": 0, STOPPED: 0, DISK_FULL: 74}
 SAVE_TIMEOUT = 600.0  # seconds for a trial to save after its study has ended
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 # Messages of libraries that report a full disk without an errno.

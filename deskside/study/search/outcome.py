@@ -18,13 +18,11 @@ from deskside.utils import strict_json
 from deskside.utils.errors import RunError
 from deskside.utils.files import write_atomically
 from deskside.utils.format import plural, value_text
-from deskside.utils.parsing import json_value
+from deskside.utils.parsing import json_value, leaves
 
 DEFAULT, WINNER = "default", "winner"  # arms of the confirmation
-REFUSED, REPEATED = (
-    "infeasible",
-    "repeated",
-)  # statuses of trials that never started, besides those of the runner
+# Statuses of trials that never started, besides those of the runner.
+REFUSED, REPEATED = "infeasible", "repeated"
 
 
 def arm_id(trial: int) -> str:
@@ -199,7 +197,9 @@ def read_outcome(folder: Path) -> Outcome:
     path = folder / RESULT
     try:
         content = json_value(path.read_bytes(), finite=True)
-        _check_magnitudes(content)
+        for leaf in leaves(content):
+            if isinstance(leaf, float) and number(leaf) is None:  # it would overflow the arithmetic of a plot
+                raise ValueError(f"it has the number {leaf}")
         return _adapter().validate_python(content)
     except FileNotFoundError:
         raise RunError(f"{folder}: this search has no result yet") from None
@@ -209,17 +209,6 @@ def read_outcome(folder: Path) -> Outcome:
         raise RunError(f"{path}: is damaged ({first_problem(error)})") from None
     except ValueError as error:
         raise RunError(f"{path}: is damaged ({error})") from None
-
-
-def _check_magnitudes(value: Any) -> None:
-    """Raise ValueError for a number that would overflow the arithmetic of a plot."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, list):
-        for item in value:
-            _check_magnitudes(item)
-    elif isinstance(value, float) and number(value) is None:
-        raise ValueError(f"it has the number {value}")
 
 
 @cache

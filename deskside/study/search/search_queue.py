@@ -30,10 +30,8 @@ from deskside.utils.format import percent
 GROUP = "search"
 READ_SECONDS = 0.5  # between two looks at the metrics of a running trial
 CONFIRM_MARGIN = 1.15  # its trials may take longer than those of the search did
-MAX_MISSES, MAX_FAILED = (
-    60,
-    3,
-)  # suggestions in a row that are impossible or repeated; trials that fail at first
+MAX_MISSES = 60  # suggestions in a row that are impossible or repeated
+MAX_FAILED = 3  # trials that fail before one finishes
 NOT_POSSIBLE = ("oom", "diverged", "refused")
 
 

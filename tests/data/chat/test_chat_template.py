@@ -80,9 +80,8 @@ def test_transformers_gives_the_same_prompt_before_every_answer(
             continue  # transformers cannot render an empty conversation; other tests cover this turn
         prompt = theirs.apply_chat_template(messages[:turn], add_generation_prompt=True, return_dict=False)
         assert template.prompt(Conversation(messages[:turn])) == prompt
-        if (
-            turn == turns[0] or name != "lines"
-        ):  # an earlier answer's last line break may merge in a whole text
+        # An earlier answer's last line break may merge in a whole text.
+        if turn == turns[0] or name != "lines":
             assert found.ids[:begin].tolist() == prompt
     text = theirs.apply_chat_template(messages, tokenize=False)
     assert theirs.decode(found.ids) == text

@@ -76,9 +76,8 @@ def test_formats_and_what_is_not_learnt_are_counted(tmp_path: Path, tokenizer: P
     assert index.chat is not None
     assert index.chat.formats == {"OpenAI": 13, "ShareGPT": 1, "Alpaca": 1}
     assert index.chat.unlearnt_turns == 0 and index.chat.rewritten == 13  # all with two questions or a call
-    assert index.duplicates_of_validation == len(
-        MIXED
-    )  # other fields of a record are no part of the conversation
+    # Other fields of a record are no part of the conversation.
+    assert index.duplicates_of_validation == len(MIXED)
     left = list(index.bad_input["train"].items())
     assert [(reason.split(":")[0], found["count"]) for reason, found in left] == [
         (NO_CONVERSATION, 1),

@@ -42,9 +42,8 @@ def test_write_shard_round_trip(
     info = write_shard(
         folder, "x", encoded, eos_id=0, dtype=dtype, text_bytes=7, token_bytes=token_bytes, key="k"
     )
-    assert not {"x.bin", "x.idx.npy"} & {
-        p.name for p in folder.iterdir()
-    }  # they are recorded before they are published
+    # They are recorded before they are published.
+    assert not {"x.bin", "x.idx.npy"} & {p.name for p in folder.iterdir()}
     publish(folder, info)
     expected = [0]
     starts = []

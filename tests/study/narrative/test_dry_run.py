@@ -51,9 +51,8 @@ def test_an_unknown_time_is_said_and_not_guessed() -> None:
     text = " ".join(shown("batch-quick", UNKNOWN).split())
     assert "training: not known nothing was measured here" in text
     assert "GiB" not in text
-    assert "48 trials of 16 arms: about" in " ".join(
-        shown("matrix16", UNKNOWN).split()
-    )  # a budget in time is known
+    # A budget in time is known.
+    assert "48 trials of 16 arms: about" in " ".join(shown("matrix16", UNKNOWN).split())
 
 
 def test_changes_are_the_keys_that_the_study_sets() -> None:

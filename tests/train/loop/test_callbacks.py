@@ -131,9 +131,8 @@ def test_what_the_final_evaluation_takes_is_learnt_on_the_way(
     monkeypatch.setattr(objective, "evaluate_dataset", evaluate_dataset)
     config = tiny_run.config(data, schedule={"length": "20s"}, evaluate={"every": "4s", "tokens": 200})
     summary = start(tmp_path, config, Notes()).summary
-    assert (
-        0.3 < took[-1] < 1.0
-    )  # the final one, twice what the first ones had shown; no more than a twentieth
+    # The final one, twice what the first ones had shown; no more than a twentieth.
+    assert 0.3 < took[-1] < 1.0
     assert 0.95 * 20 <= summary["seconds"] <= 20
 
 
