@@ -36,7 +36,7 @@ from deskside.plan.estimate import (
 )
 from deskside.plan.request import MAX_DEPTH, TIME_SHARES, CandidateModel, PlanRequest, sequence_length_layer
 from deskside.utils.errors import UsageError
-from deskside.utils.format import duration
+from deskside.utils.format import count, duration
 
 STAGES = ((0.35, 4), (0.35, 2), (0.3, 1))  # share of the run, divisor of the sequence length
 MIN_STAGE_TOKENS = 256
@@ -55,6 +55,7 @@ ENOUGH_PASS_TOKENS = 16384  # from this pass size on, recomputation to fit large
 MAX_SECONDS = 365 * 86400.0  # longer runs get the verdict "no"
 TOO_LONG = "that is more than a year of training: it needs more or faster cards, or a smaller goal"
 TOO_SMALL = "the budget is too small: a model learns nothing from so few tokens"
+MORE_TEXT = "what helps: more text{mode}, or fine-tuning a published model (deskside sft)"
 MAX_SIZE_RATIO = 3.0  # the largest stretch band, relative to the target
 MUON_ADVANTAGE = ((1e8, 1.4), (1.2e9, 1.1))  # (parameters, tokens that AdamW needs / tokens that Muon needs)
 UNIFORM_BPB = 8.0  # bits per byte of a uniform distribution over bytes
@@ -307,6 +308,16 @@ def ends_early(request: PlanRequest, candidate: Candidate) -> bool:
 def takes_all_hours(request: PlanRequest, candidate: Candidate) -> bool:
     """Return True if the budget is a time and the run is not too short for it."""
     return request.budget.kind == "hours" and not ends_early(request, candidate)
+
+
+def text_too_small(request: PlanRequest) -> str:
+    """Return the reason why a text, not the budget, is too small for any model."""
+    unique = request.unique_tokens
+    assert unique is not None
+    return (
+        f"the text is too small: a model learns nothing from {count(unique)} tokens, which are worth reading "
+        f"{USEFUL_EPOCHS} times at most (arXiv 2305.16264); {MORE_TEXT.format(mode='')}"
+    )
 
 
 def run_length(request: PlanRequest, step: StepEstimate, end: int = 1) -> tuple[Range, Range] | None:

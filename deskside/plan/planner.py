@@ -21,6 +21,7 @@ from deskside.plan import own_corpus
 from deskside.plan.bands import Band
 from deskside.plan.candidates import (
     MAX_SECONDS,
+    MORE_TEXT,
     TOO_LONG,
     TOO_SMALL,
     Candidate,
@@ -30,6 +31,7 @@ from deskside.plan.candidates import (
     pretrain_seconds,
     setup_seconds,
     takes_all_hours,
+    text_too_small,
     too_short,
 )
 from deskside.plan.claim_check import Claims, check_claims
@@ -309,7 +311,7 @@ def _keeps_best(chosen: PlannedBand) -> bool:
 
 def _more_help(request: PlanRequest) -> str:
     mode = "" if request.own_corpus else ", --own-corpus"
-    return f"what helps: more text{mode}, or fine-tuning a published model (deskside sft)"
+    return MORE_TEXT.format(mode=mode)
 
 
 def _law_notes(request: PlanRequest, chosen: PlannedBand) -> list[str]:
@@ -360,4 +362,6 @@ def _no_candidate_reason(request: PlanRequest) -> str:
     seconds = pretrain_seconds(request)
     if seconds is not None and (request.unique_tokens is None or seconds < 2 * setup_seconds(request)):
         return too_short(request, seconds)
+    if request.unique_tokens is not None and band_choice.choose_bands(replace(request, unique_tokens=None)):
+        return text_too_small(request)
     return TOO_SMALL

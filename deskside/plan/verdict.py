@@ -32,6 +32,7 @@ from deskside.plan.candidates import (
     run_length,
     search,
     setting_on_card,
+    text_too_small,
     too_short,
 )
 from deskside.plan.combinations import (
@@ -223,7 +224,9 @@ def _out_of_reach(request: PlanRequest, step: StepEstimate) -> str:
         )
     seconds = pretrain_seconds(request)
     if seconds is None or run_length(request, step) is not None:
-        return TOO_SMALL
+        assert request.given is not None
+        unlimited = make_candidate(replace(request, unique_tokens=None), request.given, step)
+        return TOO_SMALL if request.unique_tokens is None or unlimited is None else text_too_small(request)
     return f"{too_short(request, seconds)}, and a step {duration(step.step_seconds)}"
 
 
