@@ -13,6 +13,7 @@ SAMPLE_VALUES = (
     -1.608, 0.242, 0.235, 1.576, 0.317, 0.511, -1.493, 2.253,
 )  # fmt: skip
 BLOCKS = 8  # transformer blocks in the drawing
+INK = "#111111"  # of letters on colored marks; the dark theme leaves it, as it leaves the marks bright
 INPUT_SIZE = 0.12  # a block's input as a fraction of all its activations, in the drawing
 
 
@@ -37,7 +38,7 @@ def heads(queries: int, keys: int) -> go.Figure:
             mode="markers+text",
             marker={"symbol": symbol, "size": 19, "color": color, "line": {"color": EDGE_COLOR, "width": 1}},
             text=[letter] * len(xs),
-            textfont={"size": 10, "color": "black"},
+            textfont={"size": 10, "color": INK},
             hoverinfo="skip",
         )
     apply_layout(figure, 190, showlegend=False)
@@ -110,8 +111,8 @@ def recomputation() -> go.Figure:
             line={"shape": "hv", "dash": dash, "width": 3, "color": color},
         )
     figure.add_vline(x=BLOCKS, line={"color": GREY, "width": 1})
-    figure.add_annotation(x=BLOCKS / 2, y=BLOCKS, text="forward", showarrow=False)
-    figure.add_annotation(x=1.5 * BLOCKS, y=BLOCKS, text="backward", showarrow=False)
+    for x, text in ((BLOCKS / 2, "forward"), (1.5 * BLOCKS, "backward")):
+        figure.add_annotation(x=x, y=BLOCKS + 1, text=text, showarrow=False)  # between two lines of the grid
     apply_layout(figure, 300)
     figure.update_xaxes(title="time, blocks passed", showgrid=False)
     figure.update_yaxes(title="activations held, in blocks", rangemode="tozero")
@@ -129,7 +130,7 @@ def micro_batches(rows: int, micro: int) -> go.Figure:
     ):
         figure.add_bar(x=x, y=heights, width=0.84, marker={"color": color, "line": outline}, hoverinfo="skip")
     figure.add_annotation(
-        x=passes + 0.5, y=rows / 2, text="update", textangle=-90, showarrow=False, font={"color": "#111111"}
+        x=passes + 0.5, y=rows / 2, text="update", textangle=-90, showarrow=False, font={"color": INK}
     )
     apply_layout(figure, 230, showlegend=False)
     figure.update_layout(margin={"t": 28})

@@ -7,14 +7,14 @@ import plotly.graph_objects as go
 
 from deskside.dashboard.plotly_charts import BLUE, GREY, ORANGE, apply_layout, rows_height, wrap_label
 from deskside.report.chart_data import log_ticks
-from deskside.report.search_chart_data import LOSS_TITLE, X_TITLES, BestSoFar, SettingSlice
+from deskside.report.search_chart_data import LOSS_TITLE, BestSoFar, SettingSlice
 from deskside.utils.format import tick_text
 
 HEIGHT, SLICE_HEIGHT = 320, 240  # pixels
 
 
-def best_chart(data: BestSoFar, x_key: str) -> go.Figure:
-    """Draw the finished trials and the best so far. x_key: as in `search_chart_data.best_so_far`."""
+def best_chart(data: BestSoFar) -> go.Figure:
+    """Draw the finished trials and the best so far."""
     figure = go.Figure()
     x, losses = zip(*data.points, strict=True)
     figure.add_scatter(
@@ -35,7 +35,7 @@ def best_chart(data: BestSoFar, x_key: str) -> go.Figure:
         hovertemplate="best so far: %{y:.4f}<extra></extra>",
     )
     apply_layout(figure, HEIGHT)
-    figure.update_xaxes(title=X_TITLES[x_key], rangemode="tozero")
+    figure.update_xaxes(title=data.x_title, rangemode="tozero")
     figure.update_yaxes(title=LOSS_TITLE, tickformat=".3f")
     return figure
 

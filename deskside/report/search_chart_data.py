@@ -11,7 +11,8 @@ from deskside.study.search.outcome import Outcome, SearchTrial
 from deskside.utils.format import value_text
 
 LOG_RATIO = 5.0  # an axis is logarithmic if the largest value is at least so many times the smallest
-X_TITLES = {"trial": "trial", "hours": "hours of the search"}
+X_KEYS = ("trial", "time")
+MAX_MINUTES = 180.0  # longer times are in hours
 LOSS_TITLE = "bits per byte"
 ABOUT_IMPORTANCE = "Shares of the spread of the losses of the better trials (PED-ANOVA, arXiv 2304.10255)."
 
@@ -20,12 +21,13 @@ ABOUT_IMPORTANCE = "Shares of the spread of the losses of the better trials (PED
 class BestSoFar:
     """Finished trials in their order, and the lowest loss until each. Both are (x, bits per byte).
 
-    numbers: of the trials at the points.
+    numbers: of the trials at the points; x_title: what x is, with its unit.
     """
 
     points: Curve
     best: Curve
     numbers: list[int]
+    x_title: str
 
 
 @dataclass(frozen=True)
@@ -54,20 +56,25 @@ def finished(outcome: Outcome) -> list[SearchTrial]:
 
 
 def best_so_far(outcome: Outcome, x_key: str) -> BestSoFar:
-    """Return the best so far. x_key: "trial", the number of the trial, or "hours" until its end."""
+    """Return the best so far. x_key: "trial", the number of the trial, or "time" until its end (`time_unit`)."""
     ended = [(one, loss) for one in finished(outcome) if (loss := one.loss) is not None]
-    placed = sorted(
-        (_x(one, x_key), one.number, loss) for one, loss in ended if x_key == "trial" or one.elapsed
-    )
+    unit, unit_seconds = time_unit(outcome)
+    if x_key == "trial":
+        placed = sorted((float(one.number), one.number, loss) for one, loss in ended)
+    else:
+        placed = sorted((one.elapsed / unit_seconds, one.number, loss) for one, loss in ended if one.elapsed)
     points = [(x, loss) for x, _, loss in placed]
     best: Curve = []
     for x, loss in points:
         best.append((x, min(loss, best[-1][1]) if best else loss))
-    return BestSoFar(points, best, [number for _, number, _ in placed])
+    title = "trial" if x_key == "trial" else f"time of the search, {unit}"
+    return BestSoFar(points, best, [number for _, number, _ in placed], title)
 
 
-def _x(trial: SearchTrial, x_key: str) -> float:
-    return trial.number if x_key == "trial" else (trial.elapsed or 0.0) / 3600
+def time_unit(outcome: Outcome) -> tuple[str, float]:
+    """Return the unit for the times of a search's trials, and its seconds: minutes, or hours for a long search."""
+    longest = max((one.elapsed or 0.0 for one in outcome.trials), default=0.0)
+    return ("min", 60.0) if longest <= 60 * MAX_MINUTES else ("h", 3600.0)
 
 
 def importances(outcome: Outcome) -> list[tuple[str, float]]:

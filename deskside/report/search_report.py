@@ -25,7 +25,6 @@ from deskside.report.document import (
 from deskside.report.search_chart_data import (
     ABOUT_IMPORTANCE,
     LOSS_TITLE,
-    X_TITLES,
     SettingSlice,
     best_so_far,
     finished,
@@ -47,16 +46,17 @@ def draw(outcome: Outcome, folder: Path) -> tuple[list[Image], list[Image]]:
 
     Raises OSError.
     """
-    data = best_so_far(outcome, "hours")
+    data = best_so_far(outcome, "time")
     if not data.points:
         return [], []
     figure, axes = new_figure("Best so far", HEIGHT)
-    hours, losses = zip(*data.points, strict=True)
-    axes.plot(hours, losses, "o", color=GREY, label="trial")
-    axes.step(hours, [best for _, best in data.best], where="post", color=BLUE, label="best so far")
+    times, losses = zip(*data.points, strict=True)
+    axes.plot(times, losses, "o", color=GREY, label="trial")
+    axes.step(times, [best for _, best in data.best], where="post", color=BLUE, label="best so far")
     axes.legend(frameon=True, framealpha=0.9, edgecolor="none", fontsize=10.5)
     about = "Trials that finished, at the time when they ended. All values are measured."
-    best = _saved(figure, axes, X_TITLES["hours"], folder / "best_so_far.svg", "Best so far", about)
+    axes.set_xlim(left=0)
+    best = _saved(figure, axes, data.x_title, folder / "best_so_far.svg", "Best so far", about)
     return [best], [_draw_slice(one, outcome, folder) for one in slices(outcome)]
 
 
@@ -91,13 +91,10 @@ def _saved(figure: Figure, axes: Axes, x_title: str, path: Path, title: str, cap
 
 def compose(outcome: Outcome, folder: Path, best: list[Image], by_setting: list[Image]) -> ReportDocument:
     """Return the report of the search in `folder`. best, by_setting: what `draw` returned."""
-    sections = [Section("What the trials found", [*best, *_trial_blocks(outcome)])]
-    mattered: list[Block] = []
+    sections = [Section("What the trials found", [*best, *by_setting, *_trial_blocks(outcome)])]
     if shares := importances(outcome):
         rows = [[key, percent(share, 0)] for key, share in shares]
-        mattered = [ABOUT_IMPORTANCE, Table(["setting", "share"], rows)]
-    if mattered or by_setting:
-        sections.append(Section("What mattered", [*mattered, *by_setting]))
+        sections.append(Section("What mattered", [ABOUT_IMPORTANCE, Table(["setting", "share"], rows)]))
     sections.append(Section("How it was searched", _method_blocks(outcome)))
     sections.append(Section("Next commands", [CodeBlock("\n".join(_commands(folder)))]))
     return ReportDocument(f"Search {outcome.name}", outcome.answer, sections, _opening(outcome))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from deskside.dashboard import illustrations
+from deskside.dashboard import illustrations, theme
 
 
 def test_the_drawn_fp4_values_are_on_the_grid() -> None:
@@ -38,3 +38,10 @@ def test_micro_batches_are_one_box_per_pass_and_the_update(rows: int, micro: int
 def test_every_query_head_has_one_line(keys: int) -> None:
     lines, queries, shared = illustrations.heads(16, keys).data
     assert lines.x.count(None) == 16 and len(queries.x) == 16 and len(shared.x) == keys
+
+
+def test_letters_are_dark_in_both_themes() -> None:
+    _, *marks = illustrations.heads(16, 4).data
+    update = illustrations.micro_batches(16, 4).layout.annotations[0]
+    for color in [*(mark.textfont.color for mark in marks), update.font.color]:
+        assert theme.chart_colors(color) == color

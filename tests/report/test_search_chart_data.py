@@ -1,5 +1,6 @@
 """Chart data of a search against plain loops."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
     return folder, made_up.search(folder)
 
 
-@pytest.mark.parametrize(
-    ("x_key", "x"), [("trial", [0, 1, 2, 5, 6]), ("hours", [n / 60 for n in (1, 2, 3, 6, 7)])]
-)
+@pytest.mark.parametrize(("x_key", "x"), [("trial", [0, 1, 2, 5, 6]), ("time", [1, 2, 3, 6, 7])])
 def test_the_best_so_far_is_the_lowest_until_each_trial(
     made: tuple[Path, Outcome], x_key: str, x: list[float]
 ) -> None:
@@ -27,6 +26,16 @@ def test_the_best_so_far_is_the_lowest_until_each_trial(
     assert data.numbers == [0, 1, 2, 5, 6]
     assert [loss for _, loss in data.points] == losses and [at for at, _ in data.points] == pytest.approx(x)
     assert [loss for _, loss in data.best] == [min(losses[: n + 1]) for n in range(5)]
+
+
+def test_times_of_a_search_are_minutes_or_hours(made: tuple[Path, Outcome]) -> None:
+    data = search_chart_data.best_so_far(made[1], "time")
+    assert data.x_title.endswith(", min")
+    long = replace(
+        made[1], trials=[replace(one, elapsed=3600.0 * (one.number + 1)) for one in made[1].trials]
+    )
+    data = search_chart_data.best_so_far(long, "time")
+    assert data.x_title.endswith(", h") and [x for x, _ in data.points] == [1, 2, 3, 6, 7]
 
 
 def test_importance_has_the_names_of_the_settings(made: tuple[Path, Outcome]) -> None:

@@ -25,7 +25,7 @@ def show(context: Context) -> None:
     if selection is None:
         empty_state(context)
         return
-    st.header("Claims")
+    st.title("Claims")
     claims = selection.unfiltered.claims
     if not claims:
         st.info(

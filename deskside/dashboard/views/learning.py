@@ -12,7 +12,7 @@ QUERY_HEADS, HEAD_DIM, BATCH_ROWS = 16, 64, 16
 
 def show(context: Context) -> None:
     """Draw the page. It is the same for every directory."""
-    st.header("What each technique does")
+    st.title("What each technique does")
     st.caption("Drawings, not measurements. The pages of a study show what was measured.")
     first, second = st.columns(2, gap="large")
     with first:

@@ -32,7 +32,7 @@ def show(context: Context) -> None:
     selection = pick_group(context)
     if selection is None:
         return
-    st.header("Metrics")
+    st.title("Metrics")
     arms = selection.results.arms
     metrics = [metric_named(key) for key in METRIC_KEYS if study_text.measured_arms(arms, key)]
     keys = {metric.label: metric.key for metric in metrics}

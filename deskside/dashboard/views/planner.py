@@ -39,7 +39,7 @@ MAX_DRAWN = 20
 
 def show(context: Context) -> None:
     """Draw the page."""
-    st.header("What can be trained")
+    st.title("What can be trained")
     question = _draw_controls(str(context.root / "probes"))
     try:
         sentence, plan = _cached_plan(question)

@@ -14,7 +14,14 @@ from deskside.dashboard.runs import progress
 from deskside.dashboard.scan import name_below
 from deskside.dashboard.searches import Search
 from deskside.dashboard.sidebar import Context, literal
-from deskside.report.search_chart_data import ABOUT_IMPORTANCE, X_TITLES, best_so_far, importances, slices
+from deskside.report.search_chart_data import (
+    ABOUT_IMPORTANCE,
+    X_KEYS,
+    best_so_far,
+    importances,
+    slices,
+    time_unit,
+)
 from deskside.study.results import INTERRUPTED
 from deskside.study.search.outcome import Outcome, SearchTrial, trial_status_text
 from deskside.utils.format import elapsed, plural, value_text
@@ -46,13 +53,13 @@ def show(context: Context) -> None:
     st.fragment(run_every=every)(_draw_head)(context, search.path, name)
     x_axis = st.segmented_control(
         "best so far against",
-        list(X_TITLES),
-        default="hours",
+        X_KEYS,
+        default="time",
         required=True,
         key="search-x",
         bind="query-params",
     )
-    st.fragment(run_every=every)(_draw_trials)(search.path, x_axis or "hours")
+    st.fragment(run_every=every)(_draw_trials)(search.path, x_axis or "time")
 
 
 def _draw_again_when_resumed(search: Search) -> None:
@@ -162,7 +169,7 @@ def _draw_trials(path: Path, x_key: str) -> None:
     if data.points:
         number, (_, loss) = data.numbers[-1], data.best[-1]
         about = f"bits per byte of {plural(len(data.points), 'trial')}; the best until trial {number} is {loss:.4f}"
-        chart(search_charts.best_chart(data, x_key), "search-best", about)
+        chart(search_charts.best_chart(data), "search-best", about)
         st.caption("Trials that finished, with one seed each. Measured.")
         _draw_what_mattered(outcome)
     else:
@@ -180,12 +187,13 @@ def _draw_table(search: Search, outcome: Outcome) -> None:
         format_func=lambda status: f"{_status(search, status)} ({counts.get(status, 0)})",
         key=f"{search.path}: statuses",
     )
-    rows = [_row(search, trial) for trial in outcome.trials if not chosen or trial.status in chosen]
+    unit = time_unit(outcome)
+    rows = [_row(search, trial, unit) for trial in outcome.trials if not chosen or trial.status in chosen]
     if not rows:
         st.info("No trial has begun yet.")
         return
     frame = pd.DataFrame(rows)
-    formats = {"bits per byte": "%.4f", "ended after, h": "%.2f"}
+    formats = {"bits per byte": "%.4f", _ended(unit): "%.2f"}
     st.dataframe(
         frame,
         hide_index=True,
@@ -202,7 +210,11 @@ def _draw_table(search: Search, outcome: Outcome) -> None:
     st.download_button("Trials as CSV", frame.to_csv(index=False), file, "text/csv", on_click="ignore")
 
 
-def _row(search: Search, trial: SearchTrial) -> dict[str, Any]:
+def _ended(unit: tuple[str, float]) -> str:
+    return f"ended after, {unit[0]}"
+
+
+def _row(search: Search, trial: SearchTrial, unit: tuple[str, float]) -> dict[str, Any]:
     return {
         "trial": trial.number,
         "bits per byte": trial.loss,
@@ -212,7 +224,7 @@ def _row(search: Search, trial: SearchTrial) -> dict[str, Any]:
             key: value_text(value) if isinstance(value, bool) else value
             for key, value in trial.settings.items()
         },
-        "ended after, h": None if trial.elapsed is None else trial.elapsed / 3600,
+        _ended(unit): None if trial.elapsed is None else trial.elapsed / unit[1],
     }
 
 

@@ -47,7 +47,7 @@ def show(context: Context) -> None:
 
 def _draw_study(selection: StudySelection) -> None:
     results = selection.results
-    st.header(literal(results.name))
+    st.title(literal(results.name))
     st.write(literal(results.question))
     st.caption(literal(_state(selection)))
     if results.claims:

@@ -25,7 +25,7 @@ def show(context: Context) -> None:
 
 def _draw_tables(selection: StudySelection) -> None:
     results = selection.results
-    st.header("Tables")
+    st.title("Tables")
     kind = st.radio(
         "rows", ["arms", "trials"], horizontal=True, key="tables-rows", label_visibility="collapsed"
     )

@@ -25,7 +25,7 @@ def show(context: Context) -> None:
     if selection is None:
         return
     results = selection.results
-    st.header("Trade-offs")
+    st.title("Trade-offs")
     choice = st.segmented_control(
         "axes",
         list(AXIS_KEYS),
