@@ -1,25 +1,27 @@
 """Pictures of everything that people look at, on a desktop and a phone, light and dark.
 
-    python -m benchmarks.pictures --unpack WORK        measured runs and studies of docs/data, with their reports
+    python -m benchmarks.pictures --prepare WORK       measured runs and studies of docs/data; go and search on the CPU
     python -m benchmarks.pictures WORK OUT             pages of WORK's dashboard and reports, the chat page, the site
     python -m benchmarks.pictures WORK OUT --only run  those with "run" in the name
     python -m benchmarks.pictures WORK OUT --docs      the same, and those of the README and the guides to docs/images
     python -m benchmarks.contact_sheet SHEET OUT       all of them on one image
 
-For pictures of a pipeline and of a run that goes on, start `deskside go --preset demo --hours 0.05 --runs WORK/runs`
-before. The site is that of `make docs`. Every page is also checked: the command ends with 1 and a list if one has a
-message in the browser's console, a serious fault by axe-core, or scrolls sideways. It needs playwright, axe and
-chromium.
+--prepare takes ten minutes on two cores. A run and a search are started for the pictures of running ones, and removed.
+The site is that of `make docs`. Every page is also checked: the command ends with 1 and a list if one has a message in
+the browser's console, a serious fault by axe-core, or scrolls sideways. It needs playwright, axe and chromium.
 """
 
 import argparse
 import gzip
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlencode
@@ -30,6 +32,8 @@ from playwright.sync_api import Browser, Page
 from benchmarks.contact_sheet import FORMS, SIZES
 from benchmarks.dashboard import browsing
 from deskside.dashboard.page import FIRST_PAGE, PAGES
+from deskside.study.search.outcome import read_outcome
+from deskside.study.search.search_folder import RESULT
 from tests.dashboard.browsing import arrive, drawn, fits, serious_faults, serving, watched
 from tests.serve import chat_pictures
 
@@ -44,7 +48,21 @@ ALIGNED_RUNS = "2026-11-22-release/align"
 STUDIES = "2026-11-23-claims/studies.tar.zst"
 COMPARED = ("runs/base-1", "runs/multi-1", "runs/tied-1")
 STUDY = "studies/sixteen"
-REPORTS = (COMPARED[0], "runs/demo", "runs/chat-dpo", STUDY, "studies/layout")
+PIPELINE, SEARCH = "runs/demo", "searches/demo"  # made by --prepare
+MADE = {
+    PIPELINE: ["go", "--preset", "demo", "--hours", "0.05", "--yes", "--runs", "runs"],
+    SEARCH: ["search", "demo", "--hours", "0.1", "--minutes-per-trial", "0.2", "--out", SEARCH, "--over",
+             "optim.lr,batch.tokens,model.depth"],
+}  # fmt: skip
+REPORTS = (COMPARED[0], PIPELINE, "runs/chat-dpo", STUDY, "studies/layout", SEARCH)
+RUNNING, SEARCHING = "runs/running", "searches/running"  # while pictures are taken
+LIVE = (
+    (RUNNING, ["train", "demo", "--hours", "0.2", "--runs", "runs", "--name", "running"]),
+    (SEARCHING, ["search", "demo", "--hours", "0.3", "--minutes-per-trial", "0.1", "--pruner", "none",
+                 "--out", SEARCHING, "--over", "optim.lr,batch.tokens"]),
+)  # fmt: skip
+READY_SECONDS = 300.0  # until the live run was evaluated and trials of the live search have finished
+READY_TRIALS = 3
 # Pictures of the documentation: file in docs/images, picture.
 IN_DOCS = {
     "dashboard-light": "dashboard-run-compared-desktop-light",
@@ -54,6 +72,7 @@ IN_DOCS = {
     "dashboard-trade_offs": "dashboard-trade_offs-desktop-light",
     "serve": "chat-rich-desktop-light",
 }
+DESKSIDE = (sys.executable, "-m", "deskside")
 PALETTE_COLORS = 256  # text and plots stay sharp, and the file is a third of the size
 MAX_HEIGHT = 12_000  # pixels, of a whole page
 SETTLE_MS = 1000  # charts are drawn after a page says that it is done
@@ -69,8 +88,8 @@ class Shot:
     address: str
 
 
-def unpack(work: Path) -> None:
-    """Write the runs and studies that docs/data holds, with their reports."""
+def prepare(work: Path) -> None:
+    """Write the runs and studies that docs/data holds, make a pipeline and a search here, and write all reports."""
     with tarfile.open(DOCS / "data" / RUNS) as archive:
         for member in archive.getmembers():
             name, _, file = member.name.partition(".")
@@ -81,9 +100,11 @@ def unpack(work: Path) -> None:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         _write(work / "runs" / path.parent.name / path.name.removesuffix(".gz"), content)
     subprocess.run(["tar", "--zstd", "-xf", DOCS / "data" / STUDIES, "-C", work], check=True)
+    for name, arguments in MADE.items():
+        if not (work / name).exists():
+            subprocess.run([*DESKSIDE, *arguments], cwd=work, check=True)
     for name in REPORTS:
-        if (work / name).exists():
-            subprocess.run([sys.executable, "-m", "deskside", "report", work / name], check=True)
+        subprocess.run([*DESKSIDE, "report", work / name], check=True)
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -92,22 +113,77 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def dashboard_shots() -> Iterator[Shot]:
-    """Yield every page of the dashboard, and the other contents of a run's page."""
+    """Yield every page of the dashboard except for the first one, and the other contents of a run's page."""
     run = urlencode({"run": COMPARED[0]})
-    queries = {"run": run, "report": urlencode({"of": STUDY})}
+    queries = {"run": run, "search": urlencode({"search": SEARCH}), "report": urlencode({"of": STUDY})}
     for spec in PAGES:
-        query = urlencode({"study": STUDY}) if spec.of_study else queries.get(spec.name, "")
-        path = "" if spec is FIRST_PAGE else spec.name
-        yield Shot(f"dashboard-{spec.name}", f"{path}?{query}")
+        if spec is not FIRST_PAGE:
+            query = urlencode({"study": STUDY}) if spec.of_study else queries.get(spec.name, "")
+            yield Shot(f"dashboard-{spec.name}", f"{spec.name}?{query}")
     yield Shot("dashboard-run-compared", f"run?{urlencode([('run', name) for name in COMPARED])}")
-    for part in ("Samples", "Configuration", "Events"):
-        yield Shot(f"dashboard-run-{part.lower()}", f"run?{run}&part={part}")
+    pipeline = urlencode({"run": PIPELINE})  # the archive of the others has no events
+    for part, query in (("Samples", run), ("Configuration", run), ("Events", pipeline)):
+        yield Shot(f"dashboard-run-{part.lower()}", f"run?{query}&part={part}")
+
+
+def live_shots() -> Iterator[Shot]:
+    """Yield the pages of what is running, which is listed on the first page."""
+    yield Shot(f"dashboard-{FIRST_PAGE.name}", "")
+    yield Shot("dashboard-run-running", f"run?{urlencode({'run': RUNNING})}")
+    yield Shot("dashboard-search-running", f"search?{urlencode({'search': SEARCHING})}")
+
+
+@contextmanager
+def serving_live(work: Path) -> Iterator[str]:
+    """Run the dashboard beside a run and a search that are running, and yield its address."""
+    with ExitStack() as stack:
+        for name, arguments in LIVE:
+            stack.enter_context(running(work, name, arguments))
+        wait_until_ready(work)
+        yield stack.enter_context(serving(work))
+
+
+@contextmanager
+def running(work: Path, name: str, arguments: list[str]) -> Iterator[None]:
+    """Run a command which makes a directory, and remove it afterwards."""
+    shutil.rmtree(work / name, ignore_errors=True)
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen([*DESKSIDE, *arguments], cwd=work, stdout=said, stderr=said)
+        try:
+            yield
+            if process.poll() is not None:
+                said.seek(0)
+                raise SystemExit(
+                    f"{' '.join(arguments)} ended before its pictures were taken:\n{said.read()}"
+                )
+        finally:
+            process.terminate()
+            process.wait(timeout=120)
+            shutil.rmtree(work / name, ignore_errors=True)
+
+
+def wait_until_ready(work: Path) -> None:
+    """Wait until the live run was evaluated and trials of the live search have finished."""
+    end = time.monotonic() + READY_SECONDS
+    while time.monotonic() < end:
+        metrics = work / RUNNING / "metrics.jsonl"
+        evaluated = metrics.exists() and "val_bpb" in metrics.read_text("utf-8")
+        searched = (work / SEARCHING / RESULT).exists()
+        if (
+            evaluated
+            and searched
+            and read_outcome(work / SEARCHING).counts().get("finished", 0) >= READY_TRIALS
+        ):
+            return
+        time.sleep(1)
+    raise SystemExit(f"{RUNNING} and {SEARCHING} had nothing to show within {READY_SECONDS:.0f} s")
 
 
 def report_shots(work: Path) -> Iterator[Shot]:
     """Yield the reports."""
     for name in REPORTS:
-        yield Shot(f"report-{Path(name).name}", (work / name / "report.html").resolve().as_uri())
+        shown = "search" if name == SEARCH else Path(name).name
+        yield Shot(f"report-{shown}", (work / name / "report.html").resolve().as_uri())
 
 
 def site_shots() -> Iterator[Shot]:
@@ -177,6 +253,9 @@ def settle_dashboard(page: Page) -> None:
     """Wait until a page of the dashboard is drawn."""
     drawn(page)
     page.wait_for_timeout(SETTLE_MS)
+    page.wait_for_function(
+        "!document.querySelector('[data-stale=true]')"
+    )  # a page that is live is drawn again
 
 
 def take_all(work: Path, folder: Path, only: str, whole: bool) -> list[str]:
@@ -190,6 +269,7 @@ def take_all(work: Path, folder: Path, only: str, whole: bool) -> list[str]:
         for shots, server, settle in (
             (site_shots(), serving_site(), settle_file),
             (dashboard_shots(), serving(work), settle_dashboard),
+            (live_shots(), serving_live(work), settle_dashboard),
         ):
             if wanted := [shot for shot in shots if only in shot.name]:
                 with server as address:
@@ -207,13 +287,13 @@ def main() -> None:
     )
     parser.add_argument("work", type=Path, metavar="WORK", help="directory of runs/ and studies/")
     parser.add_argument("out", type=Path, nargs="?", metavar="OUT", help="folder of the pictures")
-    parser.add_argument("--unpack", action="store_true", help="fill WORK instead")
+    parser.add_argument("--prepare", action="store_true", help="fill WORK instead")
     parser.add_argument("--only", default="", metavar="PART", help="take those with this in their names")
     parser.add_argument("--whole", action="store_true", help="show whole pages, not only the first screen")
     parser.add_argument("--docs", action="store_true", help="copy those of the documentation to docs/images")
     options = parser.parse_args()
-    if options.unpack:
-        unpack(options.work)
+    if options.prepare:
+        prepare(options.work)
         return
     if options.out is None:
         parser.error("OUT is missing")

@@ -41,6 +41,15 @@ def test_a_folder_without_pictures_is_refused(tmp_path: Path) -> None:
         contact_sheet.contact_sheet([tmp_path])
 
 
+def test_every_page_of_the_dashboard_has_a_picture() -> None:
+    pytest.importorskip("playwright", reason="playwright is not installed")
+    from benchmarks import pictures
+    from deskside.dashboard.page import PAGES
+
+    names = [shot.name for shots in (pictures.dashboard_shots(), pictures.live_shots()) for shot in shots]
+    assert len(set(names)) == len(names) and {f"dashboard-{spec.name}" for spec in PAGES} <= set(names)
+
+
 class Pictures(HTMLParser):
     """The files of <picture>, and the texts for those who do not see it."""
 
