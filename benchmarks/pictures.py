@@ -236,11 +236,17 @@ class Camera:
                 wait(page)
             path = self._folder / f"{name}-{form}-{scheme}.png"
             page.screenshot(path=path)
-            Image.open(path).convert("RGB").quantize(PALETTE_COLORS).save(path, optimize=True)
+            in_palette(path).save(path, optimize=True)
             faults = [*page.wrong, *serious_faults(page)]  # type: ignore[attr-defined]
             faults += [] if fits(page) else ["it scrolls sideways"]
             self.faults += [f"{path.stem}: {fault}" for fault in faults]
             page.close()
+
+
+def in_palette(path: Path) -> Image.Image:
+    """Return a picture with few colors. Pillow's default method loses those of small marks: orange became brown."""
+    with Image.open(path) as image:
+        return image.convert("RGB").quantize(PALETTE_COLORS, method=Image.Quantize.MAXCOVERAGE)
 
 
 def settle_file(page: Page) -> None:
@@ -299,8 +305,7 @@ def main() -> None:
         parser.error("OUT is missing")
     faults = take_all(options.work, options.out, options.only, options.whole)
     for name, picture in IN_DOCS.items() if options.docs else ():
-        image = Image.open(options.out / f"{picture}.png").convert("RGB").quantize(PALETTE_COLORS)
-        image.save(DOCS / "images" / f"{name}.png", optimize=True)
+        in_palette(options.out / f"{picture}.png").save(DOCS / "images" / f"{name}.png", optimize=True)
     print("\n".join(faults) or "no message in a console, no serious fault, nothing scrolls sideways")
     sys.exit(1 if faults else 0)
 

@@ -96,6 +96,8 @@ def slice_chart(data: SettingSlice, best: int | None) -> go.Figure:
             tickvals=list(range(len(data.choices))), ticktext=[wrap_label(one) for one in data.choices]
         )
         figure.update_xaxes(range=[-0.5, len(data.choices) - 0.5])
+    elif data.ticks:
+        figure.update_xaxes(tickvals=data.ticks, ticktext=[tick_text(tick) for tick in data.ticks])
     elif data.log:
         low, high = min(data.x) / 1.15, max(data.x) * 1.15
         ticks = log_ticks((low, high))

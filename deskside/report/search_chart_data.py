@@ -10,6 +10,7 @@ from deskside.report.curve_data import Curve
 from deskside.study.search.outcome import Outcome, SearchTrial
 from deskside.utils.format import value_text
 
+MAX_TICKS = 5
 LOG_RATIO = 5.0  # an axis is logarithmic if the largest value is at least so many times the smallest
 X_KEYS = ("trial", "time")
 MAX_MINUTES = 180.0  # longer times are in hours
@@ -40,6 +41,7 @@ class SettingSlice:
         choices: Texts of the values of a setting that is no number, else ().
         numbers: Of the trials.
         log: True if the axis of the setting is logarithmic.
+        ticks: Of the axis if the values are few whole numbers, which have nothing between them; else ().
     """
 
     key: str
@@ -48,6 +50,7 @@ class SettingSlice:
     numbers: list[int]
     choices: tuple[str, ...] = ()
     log: bool = False
+    ticks: tuple[float, ...] = ()
 
 
 def finished(outcome: Outcome) -> list[SearchTrial]:
@@ -104,7 +107,11 @@ def _slice(key: str, trials: list[SearchTrial]) -> SettingSlice:
     losses, numbers = [one.loss or 0.0 for one in trials], [one.number for one in trials]
     if all(_is_number(value) for value in values):
         x = [float(value) for value in values]
-        return SettingSlice(key, x, losses, numbers, log=min(x) > 0 and max(x) >= LOG_RATIO * min(x))
+        log = min(x) > 0 and max(x) >= LOG_RATIO * min(x)
+        few = len(set(x)) <= MAX_TICKS and all(value.is_integer() for value in x)
+        return SettingSlice(
+            key, x, losses, numbers, log=log, ticks=tuple(sorted(set(x))) if few and not log else ()
+        )
     texts = [value_text(value) for value in values]
     choices = tuple(sorted(set(texts)))
     return SettingSlice(key, [float(choices.index(text)) for text in texts], losses, numbers, choices)

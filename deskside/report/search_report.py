@@ -70,6 +70,8 @@ def _draw_slice(data: SettingSlice, outcome: Outcome, folder: Path) -> Image:
     if data.choices:
         axes.set_xticks(range(len(data.choices)), data.choices)
         axes.set_xlim(-0.5, len(data.choices) - 0.5)
+    elif data.ticks:
+        axes.set_xticks(data.ticks, [tick_text(tick) for tick in data.ticks])
     elif data.log:
         axes.set_xscale("log")
         axes.set_xticks(log_ticks((min(data.x), max(data.x))))

@@ -201,7 +201,7 @@ def _draw_table(search: Search, outcome: Outcome) -> None:
         height=min(640, 40 + 35 * len(rows)),
         column_config={
             **{name: st.column_config.NumberColumn(format=form) for name, form in formats.items()},
-            **dict.fromkeys(("status", "why"), st.column_config.TextColumn(width="medium")),
+            "why": st.column_config.TextColumn(width="large"),
         },
         placeholder="",
     )
@@ -219,12 +219,12 @@ def _row(search: Search, trial: SearchTrial, unit: tuple[str, float]) -> dict[st
         "trial": trial.number,
         "bits per byte": trial.loss,
         "status": _status(search, trial.status),
-        "why": trial.reason or ("the default" if trial.number == 0 else ""),
         **{
             key: value_text(value) if isinstance(value, bool) else value
             for key, value in trial.settings.items()
         },
         _ended(unit): None if trial.elapsed is None else trial.elapsed / unit[1],
+        "why": trial.reason or ("the default" if trial.number == 0 else ""),
     }
 
 
