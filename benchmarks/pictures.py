@@ -259,9 +259,8 @@ def settle_dashboard(page: Page) -> None:
     """Wait until a page of the dashboard is drawn."""
     drawn(page)
     page.wait_for_timeout(SETTLE_MS)
-    page.wait_for_function(
-        "!document.querySelector('[data-stale=true]')"
-    )  # a page that is live is drawn again
+    # A page that is live is drawn again and again.
+    page.wait_for_function("!document.querySelector('[data-stale=true]')")
 
 
 def take_all(work: Path, folder: Path, only: str, whole: bool) -> list[str]:

@@ -111,9 +111,8 @@ def _draw_head(context: Context, chosen: Mapping[str, FoundRun]) -> None:
         for label, value in numbers.items():
             if value is not None:
                 st.metric(label, value, width="content", help=cost_note() if label == "electricity" else None)
-    if missing := [
-        label.split(",")[0] for label, value in numbers.items() if value is None
-    ]:  # without the unit
+    # A label may end with a unit, after a comma.
+    if missing := [label.split(",")[0] for label, value in numbers.items() if value is None]:
         st.caption(f"Not measured: {', '.join(missing)}.")
     with st.container(horizontal=True):
         st.page_link(
