@@ -174,7 +174,7 @@ class Command(Generic[Options]):
         description = epilog = None
         if group in ("", "all"):
             shown["options"] = command_options
-            text = inspect.cleandoc(self.options.__doc__ or "").splitlines()
+            text = _joined_sentences(inspect.cleandoc(self.options.__doc__ or "").splitlines())
             description = "\n".join(row for line in text for row in _description_lines(line))
         else:
             shown[f"{group} ({group_description(group, self.align)})"] = groups[group]
@@ -343,6 +343,21 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
     def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:
         super().add_usage(usage, [], [], prefix)
+
+
+def _joined_sentences(lines: Sequence[str]) -> list[str]:
+    """Return the lines, with each one that goes on with a sentence of the line before joined to it.
+
+    The docstrings are wrapped for the source code, and terminals are narrower. Indented lines are kept as they are.
+    """
+    joined: list[str] = []
+    for line in lines:
+        last = joined[-1] if joined else ""
+        if last and line and not last.startswith(" ") and not line.startswith(" ") and last[-1] not in ".:":
+            joined[-1] = f"{last} {line}"
+        else:
+            joined.append(line)
+    return joined
 
 
 def _description_lines(line: str) -> list[str]:

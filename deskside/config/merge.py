@@ -7,6 +7,8 @@ recorded which layer set each key (its origin):
   on top of a preset that sets `rope_theta` drops the preset's key, but setting both in one layer is an error.
 - A layer that selects another alternative (`--optim.name adamw`) drops the options of lower layers that this
   alternative does not have.
+- `data.sources` are those of the `data.path` beside them: a layer that names another path drops them. Otherwise a
+  misspelt path would be filled with the preset's text, and a model trained on it.
 """
 
 import difflib
@@ -73,8 +75,21 @@ def merge(layers: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[Key
             alternative = layer.get(part, {}).get("name") if isinstance(layer.get(part), Mapping) else None
             if alternative is not None and isinstance(merged.get(part), dict):
                 _drop_other_alternative(merged[part], origins, part, alternative)
+        _drop_sources_of_other_path(merged, origins, layer, index)
         _overlay(merged, layer, origins, index, ())
     return merged, origins
+
+
+def _drop_sources_of_other_path(
+    merged: dict[str, Any], origins: dict[KeyPath, int], layer: Mapping[str, Any], index: int
+) -> None:
+    """Empty the lower layers' data.sources if the layer sets another data.path, but not what it is made from."""
+    data, lower = layer.get("data"), merged.get("data")
+    if not isinstance(data, Mapping) or not isinstance(lower, dict) or not lower.get("sources"):
+        return
+    if "sources" not in data and "path" in data and data["path"] != lower.get("path"):
+        lower["sources"] = []
+        origins["data", "sources"] = index
 
 
 def resolved_layers(part: str, values: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -196,6 +211,11 @@ def _usage_error(error: ValidationError) -> UsageError:
     if first["type"] == "missing":
         return UsageError(
             f"{key}: is missing; {'add it to the table' if in_list else f'set it with --{key}'}"
+        )
+    if first["type"] == "union_tag_invalid":
+        *most, last = sorted(_alternatives(path[0]))
+        return UsageError(
+            f"{key}.name: input should be {', '.join(most)} or {last}, not {first['ctx']['tag']!r}"
         )
     if first["type"] in ("tuple_type", "list_type"):
         return UsageError(f'{key}: is a list, written in brackets like ["a", "b"], not {first["input"]!r}')

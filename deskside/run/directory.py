@@ -82,7 +82,13 @@ class RunDirectory:
     def open(cls, path: Path) -> "RunDirectory":
         """Open an existing run. Raises UsageError if there is none."""
         if not (path / "run.json").is_file():
-            raise UsageError(f"{path}: is not a run (no run.json); runs are made by: deskside train PRESET")
+            there = Path("runs") / path
+            hint = (
+                f"did you mean {there}?"
+                if (there / "run.json").is_file()
+                else "runs are made by: deskside train PRESET"
+            )
+            raise UsageError(f"{path}: is not a run (no run.json); {hint}")
         return cls(path)
 
     @contextlib.contextmanager

@@ -91,6 +91,31 @@ def test_help_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
     assert "None" not in text
 
 
+@dataclass
+class Wrapped:
+    """Do something.
+
+    This sentence is long enough to be wrapped in the source code, and it goes on in the next line of the docstring for
+    a few words.
+    This one is separate.
+
+    Examples:
+      deskside wrapped
+    """
+
+
+def test_a_sentence_is_wrapped_for_the_terminal_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        Command("wrapped", Wrapped).parse(["--help"])
+    lines = capsys.readouterr().out.splitlines()
+    start = next(n for n, line in enumerate(lines) if line.startswith("This sentence"))
+    assert lines[start + 1].endswith("for a few words.")
+    assert lines[start + 2] == "This one is separate." and "  deskside wrapped" in lines
+
+
 def test_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
     commands = {"make": "make it", "break": "break it"}
     assert choose_subcommand(commands, ["make", "--x"], "deskside thing", "Things.") == "make"

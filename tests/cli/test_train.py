@@ -72,6 +72,11 @@ def dry(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
         (["--resume", ""], "--resume '': is empty"),
         (["124m", "--hours", "two"], "schedule.hours: 'two' is not a time"),
         (["124m", "--hours", "0"], "schedule.length: a duration must be above zero"),
+        (
+            ["demo", "--data.path", "misspelt", "--steps", "2"],
+            "data.path: misspelt is not prepared data (no index.json)",
+        ),
+        (["demo", "--optim.name", "adam"], "optim.name: input should be adamw or muon, not 'adam'"),
         (["demo", "--model.num_key_value_heads", "3"], "model.num_key_value_heads: 4 heads cannot be shared"),
         (
             ["demo", "--batch.sequence_length", "512", "--batch.tokens", "1024"],
@@ -89,6 +94,16 @@ def test_refused_before_anything_is_made(
 ) -> None:
     assert refused(argv, capsys).startswith(message)
     assert list(here.iterdir()) == []
+
+
+def test_a_folder_of_text_is_named_in_the_command_that_prepares_it(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "my texts").mkdir()
+    (here / "my texts" / "a.txt").write_text("some words")
+    line = refused(["demo", "--data.path", "my texts", "--steps", "2"], capsys)
+    assert line.endswith("deskside data prepare 'my texts' --out data/NAME")
+    assert [path.name for path in here.rglob("*")] == ["my texts", "a.txt"]
 
 
 @pytest.mark.parametrize(

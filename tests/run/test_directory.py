@@ -55,6 +55,14 @@ def test_folder_without_run_json_is_not_a_run(tmp_path: Path) -> None:
         RunDirectory.open(tmp_path)
 
 
+def test_the_name_alone_is_answered_with_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    (tmp_path / "runs" / "mine" / "run.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=r"did you mean runs/mine\?"):
+        RunDirectory.open(Path("mine"))
+
+
 @given(rows=ROWS)
 def test_rows_come_back_and_are_strict_json(
     rows: list[dict[str, object]], tmp_path_factory: pytest.TempPathFactory

@@ -165,7 +165,8 @@ def test_every_quick_arm_trains_here(name: str, tmp_path: Path) -> None:
     from deskside.study.spec.parse_spec import budget_from_options, with_overrides
     from deskside.train import training_run
 
-    study = with_overrides(parse_spec.load(name), {"data": {"path": str(tmp_path / "data")}})
+    data = {"path": str(tmp_path / "data"), "sources": ["bundled:tiny_shakespeare.txt"]}
+    study = with_overrides(parse_spec.load(name), {"data": data})
     for arm in expand(study, budget=budget_from_options(steps=2)).arms:
         outcome = training_run.start(arm.config, (tmp_path / "runs", arm.id, arm.id), "a test")
         assert (outcome.status, outcome.summary["steps"]) == ("finished", 2), arm.id

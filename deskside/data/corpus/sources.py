@@ -18,6 +18,7 @@ input; a longer text file is read as several documents, cut at ends of lines if 
 
 from __future__ import annotations
 
+import codecs
 import glob as globbing
 import os
 from abc import ABC, abstractmethod
@@ -51,6 +52,8 @@ TEXT_KINDS = (".txt", ".md")
 _KINDS = (*TEXT_KINDS, ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
 LINE_LIMIT = 256_000_000  # bytes of one line, text file, parquet cell or hub row
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"  # written by some programs at the beginning of a UTF-8 file
+_UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+_UTF16 = "it is UTF-16; convert it with iconv -f UTF-16 -t UTF-8"
 _START = 64  # bytes of a document in which something else than white space is looked for first
 _PARQUET_BATCH = 8 << 20  # bytes of rows read at a time, by their average size
 _BINARY_SHARE = 0.1  # share of control characters in binary data; text has almost none
@@ -142,6 +145,8 @@ class Source:
         if not path.exists() and any(c in spec for c in "*?["):
             paths = sorted(Path(p) for p in globbing.glob(str(path), recursive=True) if os.path.isfile(p))
             return _from_files(spec, path.parent.resolve().name, paths, f"match {spec}")
+        if kind_of(path) is None and not path.exists():
+            raise UsageError(f"{spec}: no such file or directory.")
         if kind_of(path) is None:
             hint = _HINTS.get(path.suffix.lower())
             raise UsageError(
@@ -354,7 +359,7 @@ class _DocumentReader(Reader[Document]):
                 part += 1
                 origin = str(path) if part == 1 and not file.peek(1) else f"{path} (part {part})"
                 if (position := utf8_error(data)) is not None:
-                    self.bad.add(NOT_UTF8, origin, f"byte {position}")
+                    self.bad.add(NOT_UTF8, origin, _UTF16 if data[:2] in _UTF16_MARKS else f"byte {position}")
                 else:
                     yield from self.document(data, source.tag, "", origin, group)
                 data = more + file.read(self.line_limit - len(more))

@@ -7,6 +7,7 @@ for a single step, the run is refused at once, and a longer length is recommende
 
 import math
 import os
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +38,11 @@ def check_start(config: RunConfig) -> None:
             f"data.path: no data was given; prepare some with: {PREPARE_COMMAND}; then add --data.path data/NAME"
         )
     if not config.data.sources and not (Path(path) / "index.json").exists():
+        command = (
+            PREPARE_COMMAND.replace("SOURCE", shlex.quote(path)) if Path(path).is_dir() else PREPARE_COMMAND
+        )
         raise UsageError(
-            f"data.path: {path} is not prepared data (no index.json); prepare some with: {PREPARE_COMMAND}"
+            f"data.path: {path} is not prepared data (no index.json); prepare some with: {command}"
         )
 
 

@@ -280,6 +280,20 @@ def test_other_kinds_say_what_to_convert_with(tmp_path: Path, name: str, hint: s
             Source.parse(str(spec))
 
 
+@pytest.mark.parametrize("name", ["texst", "texst/", "texst/a.pdf"])
+def test_a_path_that_does_not_exist_is_not_called_a_file_type(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UsageError, match="no such file or directory"):
+        Source.parse(f"{tmp_path}/{name}")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
+def test_utf16_with_its_mark_is_named(tmp_path: Path, encoding: str) -> None:
+    """Editors on Windows call it Unicode."""
+    (tmp_path / "a.txt").write_bytes("\ufeffsome words".encode(encoding))
+    found, log = read(tmp_path)
+    assert not found and log.counts == {sources.NOT_UTF8: 1} and "iconv" in log.examples[sources.NOT_UTF8][0]
+
+
 def test_bundled_texts() -> None:
     shakespeare, _ = read("bundled:tiny_shakespeare.txt")
     assert len(shakespeare) == 1 and shakespeare[0].text.startswith("First Citizen:")
