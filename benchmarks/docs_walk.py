@@ -119,7 +119,7 @@ SERVERS = {
     "deskside dashboard": "http://127.0.0.1:18501/_stcore/health",
 }
 READY_SECONDS = 180
-PROGRAMS = ("deskside", "make", "source", "git", "curl", "python", "mkdir", "docker", "torchrun")
+PROGRAMS = ("deskside", "make", "source", "git", "curl", "python", "mkdir", "docker", "torchrun", "grep")
 
 Kind = Literal["command", "python", "file"]
 # A command on several lines, also inside a list of tables.
