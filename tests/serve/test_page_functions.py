@@ -35,6 +35,16 @@ ANOTHER_MODEL_AND_BACK = """async () => {
     return turn.element.querySelectorAll("strong").length;
   });
 }"""
+# A transaction that saving and deleting wait for, until `held` is false.
+HOLD_STORE = """() => new Promise((resolve) => {
+  indexedDB.open("deskside-chat").onsuccess = ({ target }) => {
+    const store = target.result.transaction("conversations", "readwrite").objectStore("conversations");
+    window.held = true;
+    const again = () => { if (window.held) store.count().onsuccess = again; };
+    again();
+    resolve();
+  };
+})"""
 WITHOUT_CLIPBOARD = "Object.defineProperty(navigator, 'clipboard', { value: undefined })"  # as on http
 
 
@@ -206,6 +216,36 @@ def without_ids(entry: dict[str, Any]) -> Any:
     places = {message["id"]: place for place, message in enumerate(ordered)}
     messages = [{**m, "id": None, "parent": places.get(m["parent"])} for m in ordered]
     return entry["title"], entry["created"], tree["system"], messages
+
+
+def test_a_question_sent_while_conversations_are_being_deleted_is_answered(chat: ChatPage) -> None:
+    page = chat.page
+    chat.ask("first")
+    page.evaluate(HOLD_STORE)
+    page.get_by_role("button", name="Delete all conversations").click()
+    page.get_by_role("button", name="Delete", exact=True).click()
+    expect(page.locator(".turn")).to_have_count(0)
+    chat.send("second")
+    expect(page.locator(".turn > .text").first).to_have_text("second")
+    page.evaluate("window.held = false")
+    assert chat.answer() == "second" and chat.texts() == ["second", "second"]
+    expect(page.locator("#conversations .title")).to_have_text(["second"])
+
+
+def test_an_answered_dialog_acts_before_the_next_input(chat: ChatPage) -> None:
+    """The event "close" of a dialog may come after what the user does next; nothing waits for it."""
+    page = chat.page
+    chat.ask("first")
+    page.evaluate("addEventListener('close', (event) => event.stopImmediatePropagation(), true)")
+    page.get_by_role("button", name="Rename first").click()
+    page.get_by_label("Title").fill("renamed")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", level=1)).to_have_text("renamed")
+    expect(page.get_by_role("button", name="Rename renamed")).to_be_focused()
+    page.get_by_role("button", name="Delete renamed").click()
+    page.get_by_role("button", name="Delete", exact=True).click()
+    expect(page.locator(".turn")).to_have_count(0)
+    expect(page.locator("dialog.ask-dialog")).to_have_count(0)
 
 
 @pytest.mark.full

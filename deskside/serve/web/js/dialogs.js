@@ -7,9 +7,16 @@ function ask(title, parts, buttons, field = null) {
     const heading = make("h2", { id: "ask-title", text: title });
     const form = make("form", { method: "dialog" }, heading, ...parts, make("div", { class: "row" }, ...buttons));
     const dialog = make("dialog", { "aria-labelledby": "ask-title", class: "ask-dialog" }, form);
-    dialog.addEventListener("close", () => {
+    const end = (answer) => {
+      dialog.close();
       dialog.remove();
-      resolve(dialog.returnValue);
+      resolve(answer);
+    };
+    dialog.addEventListener("close", () => end(""));  // by Esc or the button that cancels
+    // The event "close" comes later than the click, and so perhaps after what the user does next.
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      end(event.submitter.value);
     });
     document.body.append(dialog);
     dialog.showModal();

@@ -92,7 +92,7 @@ export class Session extends EventTarget {
   async open(id) {
     // One that is being answered is further on in memory than in the store.
     const found = this._running.get(id)?.conversation ?? (await getConversation(id));
-    if (!found) return false;
+    if (!found || this._removed.has(id)) return false;
     this.conversation = found;
     this._tell("conversation");
     return true;
@@ -163,8 +163,8 @@ export class Session extends EventTarget {
       this._removed.add(id);
       this._stop(id);
     }
+    if (ids.includes(this.conversation.id)) this.newChat();  // before any wait: a question sent meanwhile belongs to it
     await removeConversations(ids);
-    if (ids.includes(this.conversation.id)) this.newChat();
     this._tell("list");
   }
 
