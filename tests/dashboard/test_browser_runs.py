@@ -3,12 +3,14 @@
 import fcntl
 import json
 import re
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pandas as pd
 import pytest
 
+from deskside.dashboard.file_cache import SCAN_SECONDS
 from tests.dashboard import made_up
 from tests.dashboard.browsing import PHONE, fits, opened, serious_faults, settled
 
@@ -164,3 +166,15 @@ def test_a_report_of_another_person_runs_no_script(
     assert ("http://x.invalid/", "csp") in refused
     page.close()
     path.unlink()
+
+
+def test_a_long_log_scrolls_by_keyboard(browser: "Browser", address: str, served_root: Path) -> None:
+    made_up.run(served_root / "runs/logged")
+    (served_root / "runs/logged/events.log").write_text("2026-11-24 10:00:00 saved a checkpoint\n" * 100)
+    time.sleep(SCAN_SECONDS)  # so long the server may not have looked for new runs
+    page = opened(browser, address, "run", "?run=runs/logged&part=Events")
+    log = page.locator("pre.log")
+    log.focus()
+    assert serious_faults(page) == []
+    assert log.evaluate("e => e.scrollHeight > e.clientHeight && e === document.activeElement")
+    page.close()

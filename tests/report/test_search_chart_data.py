@@ -7,7 +7,7 @@ import pytest
 
 from deskside.report import search_chart_data
 from deskside.report.write import write_report
-from deskside.study.search.outcome import Outcome
+from deskside.study.search.outcome import Outcome, write_outcome
 from tests.dashboard import made_up
 
 
@@ -65,3 +65,10 @@ def test_the_report_has_a_figure_for_each_setting_and_every_trial(made: tuple[Pa
     for trial in outcome.trials:
         assert trial.reason in html
     assert "refused by the planner" in html
+
+
+def test_a_percentage_of_the_verdict_stays_on_one_line(made: tuple[Path, Outcome]) -> None:
+    folder, outcome = made
+    write_outcome(replace(outcome, answer="better by 29 %"), folder)
+    assert "better by 29\u00a0%" in write_report(folder).read_text()
+    write_outcome(outcome, folder)

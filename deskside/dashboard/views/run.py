@@ -25,7 +25,6 @@ MAX_RUNS = 8  # that are drawn together
 SILENT_SECONDS = 60.0  # a longer time since the last logged step is reported
 X_KEYS = {"tokens": "tokens", "steps": "step", "time": "seconds"}
 PARTS = ("Charts", "Samples", "Configuration", "Events")
-EVENTS_HEIGHT = 420  # pixels
 
 
 def show(context: Context) -> None:
@@ -271,4 +270,6 @@ def _draw_events(chosen: Mapping[str, FoundRun]) -> None:
         if notable:
             st.code("\n".join(notable[-20:]), language=None, wrap_lines=True)
         with st.expander("the whole log", expanded=not notable):
-            st.code("\n".join(events), language=None, wrap_lines=True, height=EVENTS_HEIGHT)
+            # Streamlit's own code blocks scroll with a mouse only.
+            text = html.escape("\n".join(events))
+            st.html(f'<pre class="log" tabindex="0" role="region" aria-label="events.log">{text}</pre>')
