@@ -46,6 +46,9 @@ POLL_SECONDS = 0.1
 REFRESH_SECONDS = 1.0  # between two looks at the list of nodes
 AVOID_SECONDS = 30.0  # after a loss: Ray takes some seconds to notice that a node has died
 CALL_SECONDS = 20.0  # for an answer of an actor
+# Ray prints the last lines of a dead node's log on standard output, also with log_to_driver=False. The study reports a
+# lost node itself. Ray reads these variables when it is imported, and then leaves out all lines.
+QUIET = {"RAY_DEDUP_LOGS": "1", "RAY_DEDUP_LOGS_SKIP_REGEX": "."}
 
 
 class TrialSupervisor:
@@ -224,6 +227,7 @@ class RayExecutor:
     """
 
     def __init__(self, kinds: Collection[str]):
+        os.environ.update(QUIET)
         try:
             import ray
         except ImportError:
