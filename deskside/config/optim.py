@@ -78,11 +78,12 @@ class AdamWConfig(Part):
     """AdamW for every parameter (Loshchilov and Hutter, arXiv 1711.05101)."""
 
     name: Literal["adamw"] = Field("adamw", description="which optimizer: adamw or muon")
-    lr: PositiveFloat = Field(2e-3, description="peak learning rate of every parameter")
+    # 124m after 40M tokens: 1.5555 bits per byte; 1.7096 with 0.002 for everything (docs/log.md, 2026-11-24).
+    lr: PositiveFloat = Field(1e-3, description="peak learning rate of every parameter but the embeddings")
     embedding_lr: PositiveFloat | None = Field(
-        None,
-        description="peak learning rate of token and position embeddings, whose decay per step stays that of the other "
-        "weights; default: lr",
+        0.1,
+        description="peak learning rate of token and position embeddings that are not the head too; their decay per "
+        "step stays that of the other weights; none: lr, also the default of fine-tuning",
     )
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of the first and second moment")
     eps: PositiveFloat = Field(1e-8, description="added to the square root of the second moment")

@@ -291,14 +291,9 @@ def build(
     if isinstance(config, AdamWConfig):
         lr, decay = config.lr * scaling.embedding_lr, config.weight_decay * scaling.weight_decay
         ratio = 1.0 if config.embedding_lr is None else config.embedding_lr / config.lr
-        if config.embedding_lr is not None and not with_role("embedding", "position"):
-            raise UsageError(
-                "optim.embedding_lr: no embedding has a rate of its own here, because it is also the head or does not "
-                "train; leave it out, or use --model.tie_word_embeddings false"
-            )
         groups = [
             AdamWGroup("weights", with_role("matrix", "head"), lr, decay),
-            # A step shrinks weights by rate * decay. At 50 times the rate, rare tokens would be forgotten in between.
+            # A step shrinks weights by rate * decay. At 100 times the rate, rare tokens would be forgotten in between.
             AdamWGroup("embedding", with_role("embedding", "position"), lr * ratio, decay / ratio),
             AdamWGroup("vectors", with_role("vector"), lr, 0.0),
             AdamWGroup("adapters", with_role("adapter"), config.lr, config.weight_decay),

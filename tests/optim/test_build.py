@@ -36,7 +36,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range, skip: bool = Fal
 
 
 def test_adamw_equals_torch_in_float64() -> None:
-    config = AdamWConfig(lr=0.01, weight_decay=0.3, betas=(0.7, 0.9))
+    config = AdamWConfig(lr=0.01, embedding_lr=None, weight_decay=0.3, betas=(0.7, 0.9))
     model, oracle_model = make(dtype=torch.float64), make(dtype=torch.float64)
     optimizer = build(model, config, NO_SCALING)
     matrices = [p for p in oracle_model.parameters() if p.ndim >= 2]
@@ -104,7 +104,9 @@ def test_fifty_clipped_scaled_and_skipped_steps_of_a_transformer_equal_torch() -
 
 def test_cautious_decay_of_tables_and_of_adamw_in_float64() -> None:
     """Each weight that decays, written out; a skipped step leaves every bit."""
-    adamw = AdamWConfig(lr=0.01, weight_decay=2.0, betas=(0.7, 0.9), cautious_weight_decay=True)
+    adamw = AdamWConfig(
+        lr=0.01, embedding_lr=None, weight_decay=2.0, betas=(0.7, 0.9), cautious_weight_decay=True
+    )
     tables = MuonConfig(
         embedding_lr=0.01, head_lr=0.01, table_weight_decay=2.0, betas=(0.7, 0.9), eps=1e-8,
         weight_decay_schedule="constant",
@@ -158,7 +160,7 @@ def test_groups_scaling_and_schedules() -> None:
     assert unscaled.lr_groups()["matrix"] == 0.02
     assert unscaled.muon is not None
     assert (unscaled.muon.momentum, unscaled.muon.weight_decay) == (0.95, 0.1)
-    adamw = build(make(), AdamWConfig(lr=0.01, weight_decay=0.1), scaling)
+    adamw = build(make(), AdamWConfig(lr=0.01, embedding_lr=None, weight_decay=0.1), scaling)
     adamw.set_progress(1.0, 0.0, 0)
     assert adamw.lr_groups() == pytest.approx({"weights": 0.0025, "embedding": 0.0025, "vectors": 0.0025})
     assert [g.weight_decay for g in adamw.adamw.groups] == [0.2, 0.2, 0.0]
@@ -166,8 +168,9 @@ def test_groups_scaling_and_schedules() -> None:
     faster.set_progress(1.0, 0.0, 0)
     assert faster.lr_groups() == pytest.approx({"weights": 0.0025, "embedding": 0.1, "vectors": 0.0025})
     assert [g.weight_decay for g in faster.adamw.groups] == pytest.approx([0.2, 0.2 / 40, 0.0])
-    with pytest.raises(UsageError, match=r"optim\.embedding_lr"):
-        build(make(tied=True), AdamWConfig(embedding_lr=0.4), scaling)
+    tied = build(make(tied=True), AdamWConfig(lr=0.01, embedding_lr=0.4, weight_decay=0.1), scaling)
+    tied.set_progress(1.0, 0.0, 0)
+    assert tied.lr_groups() == pytest.approx({"weights": 0.0025, "vectors": 0.0025})
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)
