@@ -244,9 +244,9 @@ class Camera:
 
 
 def in_palette(path: Path) -> Image.Image:
-    """Return a picture with few colors. Pillow's default method loses those of small marks: orange became brown."""
+    """Return a picture with few colors. Small marks may lose theirs: orange becomes brown. Backgrounds keep theirs."""
     with Image.open(path) as image:
-        return image.convert("RGB").quantize(PALETTE_COLORS, method=Image.Quantize.MAXCOVERAGE)
+        return image.convert("RGB").quantize(PALETTE_COLORS)
 
 
 def settle_file(page: Page) -> None:
