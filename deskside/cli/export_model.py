@@ -98,7 +98,7 @@ def _gguf(options: ExportOptions, loaded: Loaded, out: Path, provenance: dict[st
         # Supported since February 2026 (ggml-org/llama.cpp, pull request 19468). Older versions report "unknown
         # pre-tokenizer type".
         notes.append(
-            f"It needs a llama.cpp that knows the split pattern `{tokenizer.pre}` (that of Qwen3.5)."
+            f"It needs a llama.cpp that has the pre-tokenizer `{tokenizer.pre}`, which came with Qwen3.5."
         )
     if tokenizer.nfc:
         notes.append(

@@ -100,7 +100,7 @@ def too_large(weights: int, unique_tokens: int) -> str:
     """Return the warning about a model with more weights than the limit for the text."""
     return (
         f"its {count(weights)} weights are more than {MAX_WEIGHTS_PER_TOKEN:g} for each token of the text, so it is "
-        f"likely to overfit; a smaller vocabulary or model (--model.vocab_size, --preset demo) has fewer"
+        f"likely to overfit; a smaller vocabulary or model has fewer (--model.vocab_size, --model.hidden_size)"
     )
 
 

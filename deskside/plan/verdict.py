@@ -94,19 +94,20 @@ def judge(request: PlanRequest, with_remedies: bool = True) -> ModelVerdict:
     if with_remedies and (requested.fits != "fits" or possible is None):
         useful = tuple(remedies(replace(request, overrides={}), requested))
 
-    def no(reason: str, chosen: Candidate | None = None) -> ModelVerdict:
-        return ModelVerdict("no", [*reasons, reason], requested, chosen, useful)
+    def no(why: list[str], chosen: Candidate | None = None) -> ModelVerdict:
+        return ModelVerdict("no", why, requested, chosen, useful)
 
     if possible is None and not with_remedies:
-        return ModelVerdict("no", reasons, requested, None, useful)
+        return no(reasons)
     if possible is None:
         would_fit = [remedy.what for remedy in useful if remedy.kind in ("hardware", "other model")]
-        return no(f"what would fit: {'; or '.join(would_fit)}")
+        return no([*reasons, f"what would fit: {'; or '.join(would_fit)}"])
     chosen = make_candidate(request, request.given, possible)
     if chosen is None:
-        return no(_out_of_reach(request, possible))
+        return no([_out_of_reach(request, possible), *reasons])
     if chosen.seconds[1] > MAX_SECONDS:
-        return no(f"{count(chosen.tokens[1])} tokens take {duration(chosen.seconds[1])}; {TOO_LONG}", chosen)
+        takes = f"{count(chosen.tokens[1])} tokens take {duration(chosen.seconds[1])}; {TOO_LONG}"
+        return no([takes, *reasons], chosen)
     if request.pretrains:  # the loss law applies only to pretraining
         message, smaller_is_better = _undertrained(request, chosen)
         if message is not None:

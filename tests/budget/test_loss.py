@@ -276,6 +276,15 @@ def test_a_curve_of_the_laws_own_form_is_continued() -> None:
     assert found.low < truth < found.high
 
 
+@given(start=st.floats(2.0, 6.0), fall=st.floats(0.0, 0.99), unique=st.sampled_from([5e3, 3e5, None]))
+def test_no_pilot_predicts_less_than_nothing(start: float, fall: float, unique: float | None) -> None:
+    """Also if the loss falls steeply, as it does where a small text is learnt by heart."""
+    tokens = np.linspace(1e5, 4e5, 40)
+    bpb = start * (1 - fall * (tokens - tokens[0]) / np.ptp(tokens))
+    found = fit_curve(tokens.tolist(), bpb.tolist(), 1e7, params=1e6, unique_tokens=unique)
+    assert 0 < found.low <= found.expected <= found.high
+
+
 def test_a_pilot_that_is_too_short_or_too_long() -> None:
     with pytest.raises(ValueError, match="needs 8 steps, not 3"):
         fit_curve([1e6, 1.1e6, 1.2e6], [2.0, 1.9, 1.9], 1e8, params=1e8)

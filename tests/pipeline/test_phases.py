@@ -272,7 +272,7 @@ def test_too_little_data_is_said_before_anything_is_trained(
 ) -> None:
     monkeypatch.setattr(planner.probe_store, "this_machine", lambda: CARD)
     assert phases.unique_tokens(str(data)) < 100_000
-    with pytest.raises(RunError, match="the budget is too small"):
+    with pytest.raises(RunError, match="the text is too small"):
         phases.plan(make_request(data, tmp_path), 6900.0)
 
 
