@@ -58,8 +58,9 @@ def check_commands(question: dict[str, Any], keys: list[str]) -> None:
         words = shlex.split(band.command)
         gpus = int(words[words.index("--gpus") + 1]) if "--gpus" in words else 1
         run = build_on_gpus(layers_of(band.command), gpus).model_dump()
-        planned = merge.build([band.config]).model_dump()
-        run["data"]["path"] = planned["data"]["path"]
+        # The command names the data, which the plan leaves open; a preset's own text belongs to the preset's path.
+        data = {"data": {"path": run["data"]["path"]}}
+        planned = merge.build([band.config, data]).model_dump()
         assert gpus == question["gpus"] and run == planned
 
 
