@@ -183,7 +183,7 @@ def _create_pipeline(options: GoOptions, given: dict[str, Any], argv: Sequence[s
     }
     request = phases.PipelineRequest.of(options.hours, recorded_options)
     if options.corpus is not None:
-        phases.vocabulary(options.corpus)  # raises UsageError if it is not prepared data
+        phases.unique_tokens(options.corpus)  # raises UsageError if it is not prepared data
     if options.preset is None and options.corpus is None:
         raise UsageError("--data DIR is required; prepare it with: deskside data prepare SOURCE --out DIR")
     if options.own_corpus and phases.prepared_data(request) is None:

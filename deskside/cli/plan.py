@@ -11,8 +11,10 @@ from deskside.cli.card_list import list_cards
 from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import MODEL_HELP, JsonOption
+from deskside.config import merge
 from deskside.config.duration import HOURS
 from deskside.config.model import ModelConfig
+from deskside.config.vocabulary import vocabulary_layer
 from deskside.plan import claim_check as claims
 from deskside.plan.planner import make_plan
 from deskside.plan.request import PlanQuestion, PlanRequest, make_request, text_baselines
@@ -152,7 +154,12 @@ def _request(options: PlanOptions, overrides: dict[str, Any], claimed: claims.Cl
     if data is not None and (Path(data) / "index.json").is_file():
         from deskside.data.reading.shards import read_index
 
-        splits = read_index(Path(data)).splits
+        index = read_index(Path(data))
+        splits = index.splits
+        if options.init is None:  # else the model has its own
+            preset = options.preset if options.depth is None else f"d{options.depth}"
+            enough = vocabulary_layer(preset, overrides, index.tokenizer.vocab_size)
+            overrides = merge.merge([overrides, enough])[0]
         options.unique_tokens = options.unique_tokens or str(splits["train"].tokens)
         text = text_baselines(splits.get("val"))
     shape = None

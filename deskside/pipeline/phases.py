@@ -14,9 +14,9 @@ from typing import Any
 from deskside.budget.loss import TYPICAL_TEXT, TextBaselines
 from deskside.budget.shape import num_params
 from deskside.config import merge, presets
-from deskside.config.dimensions import padded_vocabulary
 from deskside.config.gpu_batch import build_on_gpus
 from deskside.config.run import RunConfig
+from deskside.config.vocabulary import vocabulary_layer
 from deskside.doctor.examine import examine
 from deskside.measurements.store import Busy, Row, Store
 from deskside.plan.candidates import ends_early
@@ -252,18 +252,9 @@ def given_layer(request: PipelineRequest) -> dict[str, Any]:
     layer: dict[str, Any] = dict(request.given)
     if request.data is not None:
         layer["data"] = {**layer.get("data", {}), "path": request.data, "sources": []}
-        needed = vocabulary(request.data)
-        preset_vocabulary = 0
-        if request.preset is not None:
-            preset_vocabulary = merge.build(presets.layers(request.preset)).model.vocab_size
-        if "vocab_size" not in layer.get("model", {}) and preset_vocabulary < needed:
-            layer["model"] = {**layer.get("model", {}), "vocab_size": needed}
+        enough = vocabulary_layer(request.preset, layer, _index(request.data).tokenizer.vocab_size)
+        layer = merge.merge([layer, enough])[0]
     return layer
-
-
-def vocabulary(data: str) -> int:
-    """Return the vocabulary size of the data's tokenizer, padded for efficient matrix products."""
-    return padded_vocabulary(_index(data).tokenizer.vocab_size)
 
 
 def unique_tokens(data: str) -> int:

@@ -332,3 +332,22 @@ def test_prepared_data_say_how_much_text_there_is(tmp_path: Path, capsys: pytest
     assert (
         json.loads(plan(capsys, f"{line} --unique-tokens 1M --json")[1])["request"]["unique_tokens"] == 10**6
     )
+
+
+def test_prepared_data_give_the_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A model that the planner chooses has that of the data, and one of a preset at least as many tokens."""
+    write_text(tmp_path / "text.txt")
+    prepare([str(tmp_path / "text.txt")], tmp_path / "data", CorpusOptions(vocab_size=300))
+    small = tmp_path / "small.toml"
+    small.write_text('base = "demo"\n[model]\nvocab_size = 128\n', "utf-8")
+    line = f"--gpu rtx4090 --tokens 10M --unique-tokens 10M --data.path {tmp_path / 'data'}"
+    for options, size in (
+        ("", 320),
+        (f"--preset {small}", 320),
+        ("--preset 124m", 32768),
+        ("--depth 4", 32768),
+        ("--model.vocab_size 640", 640),
+    ):
+        plan_json = json.loads(plan(capsys, f"{line} {options} --json")[1])
+        band = next(one for one in plan_json["bands"] if one["name"] == plan_json["recommended"])
+        assert merge.build([band["config"]]).model.vocab_size == size, options
