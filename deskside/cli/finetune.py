@@ -428,13 +428,7 @@ def default_optimizer(hidden_size: int, given: dict[str, Any]) -> dict[str, Any]
     if given.get("optim", {}).get("name") == "muon":
         return {"name": "muon"}
     lr = 1e-4 * 768 / hidden_size
-    optimizer: dict[str, Any] = {
-        "name": "adamw",
-        "lr": lr,
-        "embedding_lr": None,
-        "betas": [0.9, 0.95],
-        "weight_decay": 0.0,
-    }
+    optimizer: dict[str, Any] = {"name": "adamw", "lr": lr, "betas": [0.9, 0.95], "weight_decay": 0.0}
     if "adapter" in given:
         return {**optimizer, "lr": 10 * lr}  # `scale` has no effect with adapters
     return {**optimizer, "scale": False}

@@ -36,13 +36,6 @@ def _no_embedding_rate(config: RunConfig) -> bool:
     return config.model.tie_word_embeddings and config.model.position_embedding != "learned"
 
 
-def _frozen_embedding(config: RunConfig) -> bool:
-    """Return True if no embedding trains beside adapters, or only one that is also the head."""
-    if config.adapter is None:
-        return False
-    return config.model.tie_word_embeddings or "embed_tokens" not in config.adapter.modules_to_save
-
-
 def _no_bf16_weight_gradient(config: RunConfig) -> bool:
     """Return True if no block, projection or step computes a weight gradient in BF16."""
     precision = config.precision
@@ -182,8 +175,8 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
     (
         "optim.embedding_lr",
         "adapter.rank",
-        _frozen_embedding,
-        "no embedding of its own trains beside the adapters: remove it, or set adapter.modules_to_save embed_tokens",
+        lambda c: c.adapter is not None,
+        "adapters and what trains beside them have one rate: remove it, or set optim.lr",
     ),
     (
         "average.start average.every average.blend average.offload",

@@ -83,7 +83,7 @@ class AdamWConfig(Part):
     embedding_lr: PositiveFloat | None = Field(
         0.1,
         description="peak learning rate of token and position embeddings that are not the head too; their decay per "
-        "step stays that of the other weights; none: lr, also the default of fine-tuning",
+        "step stays that of the other weights; none: lr, also the default without scale",
     )
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of the first and second moment")
     eps: PositiveFloat = Field(1e-8, description="added to the square root of the second moment")
@@ -112,6 +112,9 @@ class AdamWConfig(Part):
 
     @model_validator(mode="after")
     def _check_state_and_clipping(self) -> Self:
+        # The default holds for training from random weights.
+        if not self.scale and "embedding_lr" not in self.model_fields_set:
+            object.__setattr__(self, "embedding_lr", None)
         _check_states(self.states, self.betas)
         _check_decay_epochs(self.weight_decay_epochs, self.scale)
         _check_clipping(self.gradients, self.grad_clip)

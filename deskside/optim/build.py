@@ -279,8 +279,9 @@ def build(
     separate: frozenset[str] = frozenset()
     if config.gradients != "device":
         separate = frozenset(info.name for info in parameters if info.parameter.numel() >= adamw_module.SMALL)
+    adapted = any(info.role == "adapter" for info in parameters)
     # With an adapter also for tables that train whole.
-    if not config.scale or any(info.role == "adapter" for info in parameters):
+    if not config.scale or adapted:
         scaling = Scaling(lr=1.0, embedding_lr=1.0, weight_decay=1.0)
     streamer = Streamer(local(parameters[0].parameter).device) if config.offload and parameters else None
 
@@ -290,7 +291,7 @@ def build(
     muon = None
     if isinstance(config, AdamWConfig):
         lr, decay = config.lr * scaling.embedding_lr, config.weight_decay * scaling.weight_decay
-        ratio = 1.0 if config.embedding_lr is None else config.embedding_lr / config.lr
+        ratio = 1.0 if config.embedding_lr is None or adapted else config.embedding_lr / config.lr
         groups = [
             AdamWGroup("weights", with_role("matrix", "head"), lr, decay),
             # A step shrinks weights by rate * decay. At 100 times the rate, rare tokens would be forgotten in between.

@@ -51,7 +51,7 @@ def test_a_run_becomes_one_gguf_file(
         "fallback": [],
     }
     assert names(out) == ["Modelfile", "README.md", "deskside.json", "small-F32.gguf"]
-    assert "llama.cpp that knows the split pattern `qwen35`" in (out / "README.md").read_text("utf-8")
+    assert "pre-tokenizer `qwen35`" in (out / "README.md").read_text("utf-8")
     stored = {t.name: t for t in gguf.GGUFReader(out / "small-F32.gguf").tensors}
     embedding = torch.from_numpy(stored["token_embd.weight"].data.copy())
     assert torch.equal(embedding, made.model.embed.weight.detach().reshape(embedding.shape))

@@ -171,6 +171,8 @@ def test_groups_scaling_and_schedules() -> None:
     tied = build(make(tied=True), AdamWConfig(lr=0.01, embedding_lr=0.4, weight_decay=0.1), scaling)
     tied.set_progress(1.0, 0.0, 0)
     assert tied.lr_groups() == pytest.approx({"weights": 0.0025, "vectors": 0.0025})
+    assert AdamWConfig().embedding_lr == 0.1 and AdamWConfig(scale=False).embedding_lr is None
+    assert AdamWConfig(scale=False, embedding_lr=0.2).embedding_lr == 0.2
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)

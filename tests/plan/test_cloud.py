@@ -35,7 +35,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder with a prepared corpus, as far as a plan looks at it."""
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus/index.json").write_text("{}")
-    text = SimpleNamespace(splits={"train": SimpleNamespace(tokens=10**11)})
+    text = SimpleNamespace(
+        splits={"train": SimpleNamespace(tokens=10**11)}, tokenizer=SimpleNamespace(vocab_size=32768)
+    )
     monkeypatch.setattr("deskside.data.reading.shards.read_index", lambda _: text)
     (tmp_path / "deskside-1-py3-none-any.whl").write_text("")
     monkeypatch.chdir(tmp_path)
