@@ -320,7 +320,7 @@ def fit_curve(
     rows = np.vstack([rows, [1 / floor_spread, 0], [0, 1 / (DATA_TERM_SPREAD * law.B)]])
     values = np.concatenate([y / spread, [floor / floor_spread, 1 / DATA_TERM_SPREAD]])
     solution, *_ = np.linalg.lstsq(rows, values, rcond=None)
-    if solution[0] < 0:  # no text has a negative entropy; a loss that falls so fast is being learnt by heart
+    if solution[0] < 0:  # entropy is never negative; the model is memorising a small text
         alone, *_ = np.linalg.lstsq(rows[:, 1:], values, rcond=None)
         solution = np.array([0.0, *alone])
     end = np.array([1.0, effective_tokens(end_tokens, unique_tokens) ** -law.beta])

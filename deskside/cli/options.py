@@ -346,9 +346,9 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def _joined_sentences(lines: Sequence[str]) -> list[str]:
-    """Return the lines, with each one that goes on with a sentence of the line before joined to it.
+    """Return the lines with wrapped sentences joined into one line each.
 
-    The docstrings are wrapped for the source code, and terminals are narrower. Indented lines are kept as they are.
+    Docstrings are wrapped for the source code, but terminals are narrower. Indented lines do not change.
     """
     joined: list[str] = []
     for line in lines:

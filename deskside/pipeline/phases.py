@@ -234,9 +234,7 @@ def plan(request: PipelineRequest, pretrain_seconds: float) -> tuple[Result, Pla
     }
     # With the verdict "yes", the preset fits unchanged, so the planner changes it only for many epochs.
     if request.preset is not None and full_plan.verdict == "yes" and not request.own_corpus:
-        unchanged = preset_config(request)
-        built = merge.build([unchanged, best.regularisation])
-        result["config"] = built.model_dump(mode="json", exclude_unset=True)
+        result["config"] = merge.merge([preset_config(request), best.regularisation])[0]
     return result, full_plan
 
 

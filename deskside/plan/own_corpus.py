@@ -1,4 +1,4 @@
-"""How a run is regularised that reads a small corpus many times: by its best checkpoint, and in own-corpus mode more.
+"""Regularisation of runs that read a small corpus many times: the best checkpoint, and what own-corpus mode adds.
 
 Up to `MAX_EPOCHS` epochs nothing changes. Beyond, every planned run keeps its best checkpoint:
 
@@ -46,7 +46,7 @@ def regularisation(
     unique_tokens: int,
     length: Duration,
     given: Mapping[str, Any],
-    own_corpus: bool = True,
+    own_corpus: bool,
 ) -> dict[str, Any]:
     """Return the configuration layer of a run of many epochs, without keys that the user has given; {} for few epochs.
 

@@ -79,12 +79,8 @@ def make_plan(request: PlanRequest, claims: Claims = NO_CLAIMS) -> Plan:
     findings = check_claims(request, claims, requested or shown)
     failed = [finding for finding in findings if finding.verdict != "holds"]
     planned = tuple(_planned_band(request, band) for band in bands)
-    text_notes = [
-        note
-        for band in planned
-        if chosen is not None and band.name == chosen.name
-        for note in (*_repetition_notes(request, band), *_law_notes(request, band))
-    ]
+    best = next((band for band in planned if chosen is not None and band.name == chosen.name), None)
+    text_notes = [] if best is None else [*_repetition_notes(request, best), *_law_notes(request, best)]
     reasons = [
         *reasons,
         *text_notes,

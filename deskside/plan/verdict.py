@@ -226,8 +226,10 @@ def _out_of_reach(request: PlanRequest, step: StepEstimate) -> str:
     seconds = pretrain_seconds(request)
     if seconds is None or run_length(request, step) is not None:
         assert request.given is not None
+        if request.unique_tokens is None:
+            return TOO_SMALL
         unlimited = make_candidate(replace(request, unique_tokens=None), request.given, step)
-        return TOO_SMALL if request.unique_tokens is None or unlimited is None else text_too_small(request)
+        return TOO_SMALL if unlimited is None else text_too_small(request)
     return f"{too_short(request, seconds)}, and a step {duration(step.step_seconds)}"
 
 
