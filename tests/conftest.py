@@ -11,12 +11,14 @@ import pytest
 
 from deskside.utils.files import cache_folder
 
-# No test is failed by the clock: what takes 20 ms alone takes 300 on a machine that does something else.
-hypothesis.settings.register_profile("deskside", deadline=None)
-hypothesis.settings.load_profile("deskside")
+# No test is failed by the clock: what takes 20 ms alone takes 300 on a machine that does something else. The default
+# suite tries the same examples every time, so that a commit fails for what it changed; the long form tries new ones.
+hypothesis.settings.register_profile("default suite", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("long form", deadline=None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    hypothesis.settings.load_profile("default suite" if config.option.markexpr == "not full" else "long form")
     # Until collection ends, nothing is garbage: looking for it took a fifth of the collection's time.
     gc.disable()
     # nohup ignores SIGHUP, and a shell ignores SIGINT for what it starts in the background; children inherit both.

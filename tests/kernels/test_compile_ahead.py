@@ -84,15 +84,18 @@ def test_kernels_are_compiled_by_threads_and_not_launched(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     threads = set()
+    ended = threading.Event()  # a kernel that is compiled before the computation ends is launched within it
     preload = triton.runtime.jit.JITFunction.preload
 
     def watched(self: Any, data: str) -> Any:
         threads.add(threading.current_thread().name)
+        assert ended.wait(60)
         return preload(self, data)
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "preload", watched)
     with compile_ahead(CUDA):
         computation()
+        ended.set()
     assert sorted(driver.launchers) == KERNELS and driver.launched == []
     assert threads and threading.main_thread().name not in threads
 
@@ -127,6 +130,7 @@ def test_an_error_of_the_computation_ends_the_context(driver: FakeDriver) -> Non
         computation()
         raise torch.OutOfMemoryError
     assert knobs.runtime.jit_cache_hook is None
+    driver.launched.clear()
     computation()
     assert len(driver.launched) == 4
 

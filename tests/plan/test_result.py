@@ -59,8 +59,10 @@ def check_commands(question: dict[str, Any], keys: list[str]) -> None:
         gpus = int(words[words.index("--gpus") + 1]) if "--gpus" in words else 1
         run = build_on_gpus(layers_of(band.command), gpus).model_dump()
         # The command names the data, which the plan leaves open; a preset's own text belongs to the preset's path.
-        data = {"data": {"path": run["data"]["path"]}}
-        planned = merge.build([band.config, data]).model_dump()
+        data = {"path": run["data"]["path"]}
+        if "path" not in band.config.get("data", {}):
+            data |= band.config.get("data", {})
+        planned = merge.build([band.config, {"data": data}]).model_dump()
         assert gpus == question["gpus"] and run == planned
 
 
@@ -74,6 +76,7 @@ FEW = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck
     {"hours": 1.0},
     ["schedule.batch_growth_until", "schedule.stages"],
 )
+@example({"gpu": "RTX 3060 12GB", "gpus": 1}, {"depth": 4}, {}, ["data.sources"])
 @given(QUESTIONS, MODELS, BUDGETS, OPTIONS)
 def test_every_command_is_accepted(question: Any, model: Any, budget: Any, keys: list[str]) -> None:
     check_commands({**question, **model, **budget}, keys)
