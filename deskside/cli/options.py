@@ -504,7 +504,7 @@ def _default_text(path: KeyPath, info: FieldInfo) -> str:
         if having_key and len(having_key) < len(alternatives):
             prefix = f"{'/'.join(map(_tag, having_key))} only; "
         for cls in having_key:
-            text = _option_text(cls.model_fields[path[1]].default)
+            text = _option_text(cls.model_fields[path[1]].default) or "none"
             others += f"; {_tag(cls)}: {text}" if text != default else ""
     return f"({prefix}default: {default}{others})"
 

@@ -173,7 +173,7 @@ _RULES: tuple[tuple[str, str, Callable[[Any], bool], str], ...] = (
         "the embedding is also the head and has its rate: remove it, or use model.tie_word_embeddings false",
     ),
     (
-        "optim.embedding_lr",
+        "optim.embedding_lr optim.head_lr",
         "adapter.rank",
         lambda c: c.adapter is not None,
         "adapters and what trains beside them have one rate: remove it, or set optim.lr",

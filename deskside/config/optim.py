@@ -79,11 +79,15 @@ class AdamWConfig(Part):
 
     name: Literal["adamw"] = Field("adamw", description="which optimizer: adamw or muon")
     # 124m after 40M tokens: 1.5555 bits per byte; 1.7096 with 0.002 for everything (docs/log.md, 2026-11-24).
-    lr: PositiveFloat = Field(1e-3, description="peak learning rate of every parameter but the embeddings")
+    lr: PositiveFloat = Field(1e-3, description="peak learning rate of every parameter without its own")
     embedding_lr: PositiveFloat | None = Field(
         0.1,
         description="peak learning rate of token and position embeddings that are not the head too; their decay per "
         "step stays that of the other weights; none: lr, also the default without scale",
+    )
+    head_lr: PositiveFloat | None = Field(
+        None,
+        description="peak learning rate of the output head, with the decay of the other weights; default: lr",
     )
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of the first and second moment")
     eps: PositiveFloat = Field(1e-8, description="added to the square root of the second moment")

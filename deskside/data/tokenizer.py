@@ -46,7 +46,7 @@ MAX_VOCAB = 1 << 20  # four times Gemma's vocabulary
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>")
 
 
-def train(texts: Iterable[str], vocab_size: int, *, progress: bool = False) -> Tokenizer:
+def train(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a tokenizer on `texts`. A small corpus may give fewer tokens than `vocab_size`.
 
     Raises UsageError if `vocab_size` is too small for the 256 bytes and the special tokens, or too large.
@@ -67,7 +67,7 @@ def train(texts: Iterable[str], vocab_size: int, *, progress: bool = False) -> T
         min_frequency=2,
         special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=progress,
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     return tokenizer

@@ -291,11 +291,15 @@ def build(
     muon = None
     if isinstance(config, AdamWConfig):
         lr, decay = config.lr * scaling.embedding_lr, config.weight_decay * scaling.weight_decay
-        ratio = 1.0 if config.embedding_lr is None or adapted else config.embedding_lr / config.lr
+        embedding, head = (
+            1.0 if rate is None or adapted else rate / config.lr
+            for rate in (config.embedding_lr, config.head_lr)
+        )
         groups = [
-            AdamWGroup("weights", with_role("matrix", "head"), lr, decay),
+            AdamWGroup("matrix", with_role("matrix"), lr, decay),
             # A step shrinks weights by rate * decay. At 100 times the rate, rare tokens would be forgotten in between.
-            AdamWGroup("embedding", with_role("embedding", "position"), lr * ratio, decay / ratio),
+            AdamWGroup("embedding", with_role("embedding", "position"), lr * embedding, decay / embedding),
+            AdamWGroup("head", with_role("head"), lr * head, decay / head),
             AdamWGroup("vectors", with_role("vector"), lr, 0.0),
             AdamWGroup("adapters", with_role("adapter"), config.lr, config.weight_decay),
             AdamWGroup("rows", with_role("rows"), config.lr, 0.0),

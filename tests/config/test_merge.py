@@ -238,6 +238,10 @@ LIVE_AND_DEAD: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         {"optim": {"name": "adamw", "embedding_lr": 0.2}},
         {"adapter": {"rank": 8}, "optim": {"name": "adamw"}},
     ),
+    ("optim.head_lr", "adapter.rank"): (
+        {"optim": {"name": "adamw", "head_lr": 0.2}},
+        {"adapter": {"rank": 8}, "optim": {"name": "adamw"}},
+    ),
     ("optim.scale", "adapter.rank"): (
         {"optim": {"scale": False}},
         {"adapter": {"rank": 8}, "optim": {"name": "adamw"}},

@@ -60,14 +60,14 @@ def test_adamw_equals_torch_in_float64() -> None:
 
 def test_fifty_clipped_scaled_and_skipped_steps_of_a_transformer_equal_torch() -> None:
     """With the schedule's rates, all that a training step does to AdamW: its trajectory is torch's."""
-    config = AdamWConfig(lr=0.01, embedding_lr=0.05, weight_decay=0.3, grad_clip=1.8)
+    config = AdamWConfig(lr=0.01, embedding_lr=0.05, head_lr=0.02, weight_decay=0.3, grad_clip=1.8)
     scaling = Scaling(lr=7.0, embedding_lr=0.3, weight_decay=2.0)
     model, oracle_model = Transformer(ModelConfig(**TINY)), Transformer(ModelConfig(**TINY))
     initialize(model, 0)
     initialize(oracle_model, 0)
     optimizer = build(model, config, scaling)
     roles = {info.name: info.role for info in optimizer.parameters}
-    rates = {"embedding": 0.05 * 0.3, "vector": 0.01 * 0.3, "matrix": 0.01 * 0.3, "head": 0.01 * 0.3}
+    rates = {"embedding": 0.05 * 0.3, "vector": 0.01 * 0.3, "matrix": 0.01 * 0.3, "head": 0.02 * 0.3}
     shrinks = 0.01 * 0.3 * 0.3 * 2.0  # of every weight but vectors, in a step at the peak
     groups: list[dict[str, Any]] = [
         {
@@ -160,17 +160,24 @@ def test_groups_scaling_and_schedules() -> None:
     assert unscaled.lr_groups()["matrix"] == 0.02
     assert unscaled.muon is not None
     assert (unscaled.muon.momentum, unscaled.muon.weight_decay) == (0.95, 0.1)
-    adamw = build(make(), AdamWConfig(lr=0.01, embedding_lr=None, weight_decay=0.1), scaling)
-    adamw.set_progress(1.0, 0.0, 0)
-    assert adamw.lr_groups() == pytest.approx({"weights": 0.0025, "embedding": 0.0025, "vectors": 0.0025})
-    assert [g.weight_decay for g in adamw.adamw.groups] == [0.2, 0.2, 0.0]
-    faster = build(make(), AdamWConfig(lr=0.01, embedding_lr=0.4, weight_decay=0.1), scaling)
-    faster.set_progress(1.0, 0.0, 0)
-    assert faster.lr_groups() == pytest.approx({"weights": 0.0025, "embedding": 0.1, "vectors": 0.0025})
-    assert [g.weight_decay for g in faster.adamw.groups] == pytest.approx([0.2, 0.2 / 40, 0.0])
-    tied = build(make(tied=True), AdamWConfig(lr=0.01, embedding_lr=0.4, weight_decay=0.1), scaling)
+
+
+def test_rates_and_decay_of_adamw() -> None:
+    scaling = Scaling(lr=0.5, embedding_lr=0.25, weight_decay=2.0)
+    config = AdamWConfig(lr=0.01, embedding_lr=None, weight_decay=0.1)
+    common = {"matrix": 0.0025, "embedding": 0.0025, "head": 0.0025, "vectors": 0.0025}
+    for options, rates, decay in (
+        ({}, {}, [0.2, 0.2, 0.2, 0.0]),
+        ({"embedding_lr": 0.4}, {"embedding": 0.1}, [0.2, 0.2 / 40, 0.2, 0.0]),
+        ({"head_lr": 0.08}, {"head": 0.02}, [0.2, 0.2, 0.2 / 8, 0.0]),
+    ):
+        adamw = build(make(), config.model_copy(update=options), scaling)
+        adamw.set_progress(1.0, 0.0, 0)
+        assert adamw.lr_groups() == pytest.approx(common | rates)
+        assert [g.weight_decay for g in adamw.adamw.groups] == pytest.approx(decay)
+    tied = build(make(tied=True), config.model_copy(update={"embedding_lr": 0.4, "head_lr": 0.08}), scaling)
     tied.set_progress(1.0, 0.0, 0)
-    assert tied.lr_groups() == pytest.approx({"weights": 0.0025, "vectors": 0.0025})
+    assert tied.lr_groups() == pytest.approx({"matrix": 0.0025, "head": 0.02, "vectors": 0.0025})
     assert AdamWConfig().embedding_lr == 0.1 and AdamWConfig(scale=False).embedding_lr is None
     assert AdamWConfig(scale=False, embedding_lr=0.2).embedding_lr == 0.2
 

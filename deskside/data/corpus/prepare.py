@@ -19,9 +19,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -259,11 +258,11 @@ class _Preparation:
             if existing is not None:
                 bpe.copy(existing, self.out)
             if sample is not None:
-                if not options.quiet:
-                    say(f"train tokenizer: on {sample.describe()}")
-                progress = not options.quiet and sys.stderr.isatty()
-                texts = sample.texts(analysis.holdout)
-                bpe.save(bpe.train(texts, options.vocab_size, progress=progress), self.out)
+                if not options.quiet and (languages := sample.describe_languages()):
+                    say(f"sample of the tokenizer: {languages}")
+                with ProgressBar("train tokenizer", None, "MB", quiet=options.quiet) as bar:
+                    texts = _counted(sample.texts(analysis.holdout), bar)
+                    bpe.save(bpe.train(texts, options.vocab_size), self.out)
         except OSError as error:
             raise write_error(self.out / "tokenizer.json", error) from error
         analysis.encoder = choose_encoder(self.tokenizer[0], encoder_sample.texts())
@@ -416,6 +415,13 @@ class _Preparation:
         shards.write_index(self.out, index)
         shards.verify(self.out)
         return index
+
+
+def _counted(texts: Iterable[str], bar: ProgressBar) -> Iterator[str]:
+    """Yield the texts, and advance the bar by their megabytes."""
+    for text in texts:
+        bar.advance(len(text.encode()) / 1e6)
+        yield text
 
 
 def _sources_changed(out: Path) -> UsageError:

@@ -45,14 +45,13 @@ class TokenizerSample:
                 yield from pieces
             yield from pieces[: round(part * len(pieces))]
 
-    def describe(self) -> str:
-        """Return the size of the sample, and of each language's part."""
-        sizes = {
-            language: sampler.size * max(1.0, self.shares.get(language, 1.0)) / 1e6
+    def describe_languages(self) -> str:
+        """Return each language's part of the sample, such as "hi 12.5 MB, ta 8.1 MB", or "" if there is one part."""
+        return ", ".join(
+            f"{language} {sampler.size * max(1.0, self.shares.get(language, 1.0)) / 1e6:,.1f} MB"
             for language, sampler in self.samplers.items()
-        }
-        parts = ", ".join(f"{language} {size:,.1f}" for language, size in sizes.items() if language != _ALL)
-        return f"{sum(sizes.values()):,.1f} MB" + (f" ({parts})" if parts else "")
+            if language != _ALL
+        )
 
 
 def check_temperature(options: CorpusOptions) -> None:
