@@ -5,6 +5,7 @@ python -m benchmarks.contact_sheet SHEET.webp DIR...
 
 import argparse
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,10 +16,14 @@ SIZES = {"desktop": {"width": 1440, "height": 900}, "phone": {"width": 390, "hei
 FORMS = tuple(itertools.product(SIZES, ("light", "dark")))
 PICTURE_NAME = re.compile(r"(.+)-(desktop|phone)-(light|dark)\.png")
 HEIGHT, GAP, LABEL = 300, 16, 20  # in pixels: of a picture, between pictures, and of a name
+MAX_ROWS = 36  # in a column of the sheet; WebP allows 16,383 pixels
 
 
 def contact_sheet(folders: Sequence[Path]) -> Image.Image:
-    """Return one image of the pictures in the folders: a row per name, a column per form (sizes and schemes)."""
+    """Return one image of the pictures in the folders: a row per name, with a picture per form (sizes and schemes).
+
+    More than `MAX_ROWS` names are set in several columns.
+    """
     found: dict[str, dict[tuple[str, str], Path]] = {}
     for file in sorted(file for folder in folders for file in folder.glob("*.png")):
         if match := PICTURE_NAME.fullmatch(file.name):
@@ -28,11 +33,13 @@ def contact_sheet(folders: Sequence[Path]) -> Image.Image:
             "no picture named NAME-FORM-SCHEME.png, such as runs-phone-dark.png, in these folders"
         )
     widths = [round(HEIGHT * SIZES[form]["width"] / SIZES[form]["height"]) for form, _ in FORMS]
-    row_height = HEIGHT + LABEL + GAP
-    sheet = Image.new("RGB", (sum(widths) + GAP * (len(FORMS) + 1), row_height * len(found) + GAP), "white")
+    row_width, row_height = sum(widths) + GAP * (len(FORMS) + 1), HEIGHT + LABEL + GAP
+    columns = math.ceil(len(found) / MAX_ROWS)
+    rows = math.ceil(len(found) / columns)
+    sheet = Image.new("RGB", (row_width * columns, row_height * rows + GAP), "white")
     draw = ImageDraw.Draw(sheet)
-    for row, (name, pictures) in enumerate(found.items()):
-        left, top = GAP, GAP + row * row_height
+    for index, (name, pictures) in enumerate(found.items()):
+        left, top = GAP + row_width * (index // rows), GAP + row_height * (index % rows)
         draw.text((left, top), name, fill="black")
         for form, width in zip(FORMS, widths, strict=True):
             if form in pictures:

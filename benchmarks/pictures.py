@@ -39,10 +39,6 @@ from tests.serve import chat_pictures
 
 DOCS = Path(__file__).parents[1] / "docs"
 SITE = DOCS.parent / "build" / "site"
-SITE_PAGES = (
-    "index", "tutorial", "features", "guides/own-text", "guides/results", "cards/index", "cards/rtx4090",
-    "architecture", "performance", "records", "reference/commands", "reference/configuration",
-)  # fmt: skip
 RUNS = "2026-11-24-recipe/runs.tar.xz"  # NAME.run.json, NAME.metrics.jsonl and NAME.summary.json
 ALIGNED_RUNS = "2026-11-22-release/align"
 STUDIES = "2026-11-23-claims/studies.tar.zst"
@@ -187,9 +183,11 @@ def report_shots(work: Path) -> Iterator[Shot]:
 
 
 def site_shots() -> Iterator[Shot]:
-    """Yield a page of each kind of the documentation."""
-    for name in SITE_PAGES:
-        yield Shot(f"site-{name.replace('/', '-')}", f"{name}.html")
+    """Yield every page of the documentation."""
+    for path in sorted(SITE.rglob("*.html")):
+        name = path.relative_to(SITE).as_posix()
+        if name != "404.html":
+            yield Shot(f"site-{name.removesuffix('.html').replace('/', '-')}", name)
 
 
 @contextmanager

@@ -36,6 +36,17 @@ def test_a_sheet_has_a_row_for_each_name_and_a_column_for_each_form(tmp_path: Pa
     assert found == {"lime": [(0, 2)], "red": [(1, 0)], "blue": [(1, 3)]}
 
 
+def test_many_names_are_set_in_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in "abc":
+        picture(tmp_path, f"{name}-desktop-light", (1440, 900), "red")
+    monkeypatch.setattr(contact_sheet, "MAX_ROWS", 2)
+    sheet = contact_sheet.contact_sheet([tmp_path])
+    width = 480 + 480 + 139 + 139 + 5 * 16
+    assert sheet.size == (2 * width, 2 * 336 + 16)
+    shown = [sheet.getpixel((left + 60, top + 320)) for left in (16, 16 + width) for top in (16, 352)]
+    assert shown == [(255, 0, 0)] * 3 + [(255, 255, 255)]
+
+
 def test_a_folder_without_pictures_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="no picture named"):
         contact_sheet.contact_sheet([tmp_path])
