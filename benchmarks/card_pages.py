@@ -37,7 +37,9 @@ CARDS = {
     "l4": "L4",
     "a100": "A100 80GB SXM",
     "h100": "H100 SXM",
+    "h200": "H200 SXM",
 }
+OUR_CARD = "h200"
 SIZES: tuple[dict[str, str], ...] = (
     {"preset": "124m"},
     {"preset": "340m"},
@@ -102,7 +104,7 @@ def card_page(slug: str) -> str:
         [
             f"# {gpu.name}",
             "",
-            *_lead(plans),
+            *_lead(plans, ours=slug == OUR_CARD),
             "",
             "## What to train in 1, 8 and 24 hours",
             "",
@@ -138,17 +140,22 @@ def card_page(slug: str) -> str:
     )
 
 
-def _lead(plans: CardPlans) -> list[str]:
+def _lead(plans: CardPlans, ours: bool) -> list[str]:
     gpu, best = plans.gpu, plans.by_hours[-1].best
     formats = [
         name
         for name, rate in (("BF16", gpu.bf16_flops), ("FP8", gpu.fp8_flops), ("FP4", gpu.fp4_flops))
         if rate
     ]
+    measured = (
+        "This is the card on which we measure: [performance](../performance.md), [records](../records.md)."
+        if ours
+        else "We have trained nothing on this card."
+    )
     lines = [
         "> **These are plans, not measurements.** deskside's planner modelled every number in the first three tables. "
-        "We have trained nothing on this card. On yours, `deskside probe` measures for three minutes, and "
-        "`deskside plan --here` then uses what it measured.",
+        f"{measured} On yours, `deskside probe` measures for three minutes, and `deskside plan --here` then uses what "
+        "it measured.",
         "",
         f"Memory {gib_digits(gpu.memory_bytes)} GiB, {gpu.bf16_flops / 1e12:.0f} TFLOP/s in BF16 (dense, FP32 "
         f"accumulation), {gpu.bandwidth / 1e9:,.0f} GB/s, {gpu.watts:.0f} W. Tensor cores compute in "
