@@ -7,8 +7,9 @@
     python -m benchmarks.contact_sheet SHEET OUT       all of them on one image
 
 --prepare takes ten minutes on two cores. A run and a search are started for the pictures of running ones, and removed.
-The site is that of `make docs`. Every page is also checked: the command ends with 1 and a list if one has a message in
-the browser's console, a serious fault by axe-core, or scrolls sideways. It needs playwright, axe and chromium.
+The site is that of `make docs`. Every page is also checked: the command ends with 1 and a list if one has an error on
+the browser's console, a request without a good answer, a serious fault by axe-core, or scrolls sideways. It needs
+playwright, axe and chromium.
 """
 
 import argparse
@@ -303,7 +304,10 @@ def main() -> None:
     faults = take_all(options.work, options.out, options.only, options.whole)
     for name, picture in IN_DOCS.items() if options.docs else ():
         in_palette(options.out / f"{picture}.png").save(DOCS / "images" / f"{name}.png", optimize=True)
-    print("\n".join(faults) or "no message in a console, no serious fault, nothing scrolls sideways")
+    print(
+        "\n".join(faults)
+        or "no error on a console, no failed request, no serious fault, nothing scrolls sideways"
+    )
     sys.exit(1 if faults else 0)
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import importlib.util
-import os
 import socket
 import sys
 import threading
@@ -12,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import deskside.dashboard
 from deskside.cli.options import Command, option
 from deskside.cli.shared_options import addresses, is_loopback
 from deskside.utils.console import say
@@ -62,37 +60,33 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def settings(host: str, port: int) -> dict[str, str]:
+def settings(host: str, port: int) -> dict[str, str | int | bool]:
     """Return Streamlit's options, without telemetry, prompts and deploy button."""
     from deskside.dashboard import theme  # imports streamlit
 
     return {
         "server.address": host,
-        "server.port": str(port),
-        "server.headless": "true",
+        "server.port": port,
+        "server.baseUrlPath": "",
+        "server.headless": True,
         "server.fileWatcherType": "none",
-        "server.runOnSave": "false",
-        "browser.gatherUsageStats": "false",
+        "server.runOnSave": False,
+        "browser.gatherUsageStats": False,
         "client.toolbarMode": "minimal",
         "client.showErrorDetails": "none",
-        "logger.hideWelcomeMessage": "true",
+        "logger.hideWelcomeMessage": True,
         "logger.level": "error",
         **theme.options(),
     }
 
 
 def _serve(root: Path, host: str, port: int) -> None:
-    # Options on the command line override the user's own Streamlit configuration.
-    from streamlit.web import cli
+    from deskside.dashboard.server import serve  # imports streamlit
 
-    arguments = ["run", str(Path(str(deskside.dashboard.__file__)).with_name("page.py"))]
-    for name, value in settings(host, port).items():
-        arguments += [f"--{name}", value]
-    os.environ.setdefault("STREAMLIT_SERVER_SHOW_EMAIL_PROMPT", "false")
     threading.Thread(target=_preload, args=(root, host, port), name="preload", daemon=True).start()
     # Streamlit prints a line when it stops; this must not fail if standard output has been closed.
     with contextlib.redirect_stdout(sys.stderr):
-        cli.main([*arguments, "--", str(root)], standalone_mode=False)
+        serve(root, settings(host, port))
 
 
 def _preload(root: Path, host: str, port: int) -> None:

@@ -99,8 +99,8 @@ def test_missing_streamlit_is_an_error_with_the_install_command(
 
 def test_telemetry_is_off() -> None:
     settings = dashboard_command.settings("localhost", 1)
-    assert settings["browser.gatherUsageStats"] == "false"
-    assert settings["server.headless"] == "true" and settings["client.toolbarMode"] == "minimal"
+    assert settings["browser.gatherUsageStats"] is False
+    assert settings["server.headless"] is True and settings["client.toolbarMode"] == "minimal"
     assert settings["server.address"] == "localhost"
 
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
-# Streamlit looks for its base address below the path of a page that is opened directly, before it looks at the root.
-OWN_404 = re.compile(r"/\w+/_stcore/(health|host-config)$")
 DRAWN = (
     "!document.querySelector('[data-testid=stSkeleton]') && "
     "[...document.querySelectorAll('[data-testid=stPlotlyChart]')].every(e => e.querySelector('.main-svg'))"
@@ -81,17 +79,17 @@ def arrive(page: "Page", url: str) -> None:
 
 
 def watched(browser: "Browser", size: dict[str, int] = DESKTOP, scheme: str = "light") -> "Page":
-    """A new page. `page.wrong` collects failed scripts and errors on the console."""
+    """A new page. `page.wrong` collects failed scripts, errors on the console and requests without a good answer."""
     page = browser.new_page(viewport=size, color_scheme=scheme, accept_downloads=True)  # type: ignore[arg-type]
-    page.wrong = []  # type: ignore[attr-defined]
-    page.on("pageerror", lambda error: page.wrong.append(str(error)))  # type: ignore[attr-defined]
-    page.on("console", lambda message: _note(page, message))
+    wrong: list[str] = []
+    page.wrong = wrong  # type: ignore[attr-defined]
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on(
+        "console", lambda said: wrong.append(f"{said.text} {said.location}") if said.type == "error" else None
+    )
+    page.on("requestfailed", lambda request: wrong.append(f"{request.failure} {request.url}"))
+    page.on("response", lambda got: wrong.append(f"{got.status} {got.url}") if got.status >= 400 else None)
     return page
-
-
-def _note(page: "Page", message: object) -> None:
-    if message.type == "error" and not OWN_404.search(message.location.get("url", "")):  # type: ignore[attr-defined]
-        page.wrong.append(f"{message.text} {message.location}")  # type: ignore[attr-defined]
 
 
 def settled(page: "Page") -> None:

@@ -49,6 +49,15 @@ def test_every_page_is_drawn_for_everyone_and_fits_a_phone(
     page.close()
 
 
+def test_every_page_opens_by_a_click(browser: "Browser", address: str) -> None:
+    page = opened(browser, address, PAGES[-1].name)
+    for spec in PAGES:
+        page.locator('[data-testid="stSidebarNav"]').get_by_role("link", name=spec.title, exact=True).click()
+        page.wait_for_function("title => document.title === title", arg=f"{spec.title} · deskside")
+        settled(page)  # nothing on the console, and every request answered
+    page.close()
+
+
 def check_exported_trials(page: "Page", whole: study_results.Results) -> None:
     """The trials as CSV are those of results.json, with all digits."""
     with page.expect_download() as download:
