@@ -43,7 +43,7 @@ def test_many_names_are_set_in_columns(tmp_path: Path, monkeypatch: pytest.Monke
     sheet = contact_sheet.contact_sheet([tmp_path])
     width = 480 + 480 + 139 + 139 + 5 * 16
     assert sheet.size == (2 * width, 2 * 336 + 16)
-    shown = [sheet.getpixel((left + 60, top + 320)) for left in (16, 16 + width) for top in (16, 352)]
+    shown = [sheet.getpixel((left + 60, top + 310)) for left in (16, 16 + width) for top in (16, 352)]
     assert shown == [(255, 0, 0)] * 3 + [(255, 255, 255)]
 
 
