@@ -31,6 +31,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(len(line) <= 80 for line in printed.splitlines())
 
 
+@pytest.mark.full
 def test_quantized_weights(tmp_path: Path) -> None:
     shares = []
     for quantize in ("none", "int8"):

@@ -162,6 +162,7 @@ def test_on_a_gpu_block_masks_come_from_the_compiled_function(monkeypatch: pytes
     assert asked == [(None, None, 11, 11, "cuda"), (2, None, 11, 11, "cuda")]
 
 
+@pytest.mark.full
 def test_a_compiled_block_mask_is_the_same_and_serves_other_documents() -> None:
     from torch._dynamo.utils import counters
 

@@ -122,8 +122,11 @@ def test_float32_beside_frozen_weights_is_float32(base: Any) -> None:
 
 @pytest.mark.parametrize(
     ("shape", "options"),
-    [({}, {}), (MOE, {}), pytest.param({}, {"dora": True}, marks=pytest.mark.full)],
-    ids=["dense", "experts", "dora"],
+    [
+        (MOE, {}),
+        *(pytest.param({}, options, marks=pytest.mark.full) for options in ({}, {"dora": True})),
+    ],
+    ids=["experts", "dense", "dora"],
 )
 @pytest.mark.parametrize(
     "base", ["nf4", *(pytest.param(base, marks=pytest.mark.full) for base in ("bf16", "int8"))]

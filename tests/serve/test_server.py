@@ -395,7 +395,7 @@ def test_sigterm_drains_and_exits_with_0(tmp_path_factory: pytest.TempPathFactor
                 httpx.get(f"{base}/health")
 
 
-@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("twice", [pytest.param(False, marks=pytest.mark.full), True])
 def test_an_answer_is_cut_off_by_a_second_signal_or_after_drain_seconds(
     twice: bool, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -72,7 +72,7 @@ def in_ranks(folder: Path, config: RunConfig, name: str, ranks: int = 2) -> tiny
     "optim, ranks",
     [
         ({"name": "muon", "grad_clip": 0.5, "ema_nesterov": 0.6}, 2),
-        ({"name": "muon"}, 3),
+        pytest.param({"name": "muon"}, 3, marks=pytest.mark.full),
         ({"name": "adamw", "grad_clip": 0.5}, 2),
     ],
     ids=["muon on 2", "muon on 3", "adamw on 2"],
@@ -103,7 +103,13 @@ def _writes_at_once(config: RunConfig) -> RunConfig:
 
 
 @pytest.mark.parametrize(
-    "optim, before, after", [("adamw", 2, 1), ("adamw", 1, 2), ("muon", 2, 1), ("muon", 1, 3), ("muon", 3, 2)]
+    "optim, before, after",
+    [
+        ("adamw", 2, 1),
+        pytest.param("adamw", 1, 2, marks=pytest.mark.full),
+        ("muon", 1, 3),
+        *(pytest.param("muon", before, after, marks=pytest.mark.full) for before, after in ((2, 1), (3, 2))),
+    ],
 )
 def test_a_run_goes_on_with_another_number_of_processes(
     optim: str, before: int, after: int, data: Path, tmp_path: Path

@@ -46,7 +46,12 @@ def same(run: Path, other: Path) -> None:
             1,
             marks=pytest.mark.full,
         ),
-        ("fp8-delayed", {"model": EXPERTS, "precision": SWITCHES, "batch": {"micro_tokens": 512}}, 1),
+        pytest.param(
+            "fp8-delayed",
+            {"model": EXPERTS, "precision": SWITCHES, "batch": {"micro_tokens": 512}},
+            1,
+            marks=pytest.mark.full,
+        ),
         pytest.param("nvfp4-unbiased", {"model": EXPERTS}, 1, marks=pytest.mark.full),
         pytest.param(
             "fp8-delayed",
@@ -54,7 +59,7 @@ def same(run: Path, other: Path) -> None:
             2,
             marks=pytest.mark.full,
         ),
-        pytest.param("fp8-delayed", {}, 1, marks=pytest.mark.full),
+        ("fp8-delayed", {}, 1),
         pytest.param("fp8-delayed", {}, 2, marks=pytest.mark.full),
         pytest.param("nvfp4", {"compute": {"activation_checkpointing": "block"}}, 1, marks=pytest.mark.full),
         pytest.param("fp8-nvfp4", {"model": HADAMARD, "batch": LONGER}, 1, marks=pytest.mark.full),

@@ -97,7 +97,7 @@ WIDER = {"hidden_size": 64, "intermediate_size": 128}  # matrices that are updat
 @pytest.mark.parametrize(
     "changes, at",
     [
-        (
+        pytest.param(
             {
                 "model": EXPERTS,
                 "precision": {"name": "bf16"},
@@ -105,6 +105,7 @@ WIDER = {"hidden_size": 64, "intermediate_size": 128}  # matrices that are updat
                 "optim": {**MUON, **BFLOAT16},
             },
             26,
+            marks=pytest.mark.full,
         ),
         pytest.param(
             {
