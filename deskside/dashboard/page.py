@@ -9,9 +9,10 @@ from pathlib import Path
 import streamlit as st
 
 from deskside.dashboard import file_cache, sidebar, theme
+from deskside.dashboard.live import rerun_when_changed
 from deskside.dashboard.runs import progress
+from deskside.dashboard.scan import stamp
 from deskside.dashboard.sidebar import Context, StudySelection, literal
-from deskside.study.results import Results
 from deskside.utils.format import plural
 
 
@@ -82,16 +83,22 @@ def _drawing(spec: PageSpec, root: Path, pages: Mapping[str, st.Page]) -> Callab
 
     def draw() -> None:
         scan = file_cache.scan_result(str(root))
-        selection = sidebar.show(root, scan, spec.filters_arms) if spec.of_study else None
-        if selection is not None and not selection.unfiltered.complete:
-            st.fragment(run_every=file_cache.REFRESH_SECONDS)(_draw_running)(selection)
+        selection = None
+        if spec.of_study:
+            rerun_when_changed(lambda: file_cache.scan_result(str(root)).studies)
+            selection = sidebar.show(root, scan, spec.filters_arms)
+        if selection is not None:
+            folder = selection.folder
+            rerun_when_changed(lambda: _study_state(folder))
+            if not selection.unfiltered.complete:
+                st.fragment(run_every=file_cache.REFRESH_SECONDS)(_draw_running)(selection)
         import_module(f"deskside.dashboard.views.{spec.name}").show(Context(root, scan, selection, pages))
 
     return draw
 
 
 def _draw_running(selection: StudySelection) -> None:
-    """Draw how far the running trials of a study are. If one has begun or ended, draw the whole page again."""
+    """Draw how far the running trials of a study are."""
     for arm in selection.unfiltered.arms:
         for trial in arm.trials:
             if trial.status == "running" and trial.run:
@@ -101,18 +108,16 @@ def _draw_running(selection: StudySelection) -> None:
                 quality = "" if bpb is None else f"; {bpb:.4f} bits per byte"
                 said = f"{arm.label}, seed {trial.seed}: {state.text}{quality}"
                 st.progress(state.share or 0.0, text=literal(said))
-    read = file_cache.study(selection.folder)
-    if (
-        read is not None
-        and read.results is not None
-        and _states(read.results) != _states(selection.unfiltered)
-    ):
-        st.rerun()
 
 
-def _states(results: Results) -> tuple[bool, list[tuple[str, list[str]]]]:
-    """Return whether a study is complete, and the status of each of its trials."""
-    return results.complete, [(arm.id, [trial.status for trial in arm.trials]) for arm in results.arms]
+def _study_state(folder: Path) -> object:
+    """Return what changes when a trial begins or ends, or a report is written."""
+    read = file_cache.study(folder)
+    results = read.results if read is not None else None
+    if results is None:
+        return None
+    statuses = [[trial.status for trial in arm.trials] for arm in results.arms]
+    return results.updated, results.complete, statuses, stamp(folder, "report.html")
 
 
 if __name__ == "__main__":

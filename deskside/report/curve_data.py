@@ -48,17 +48,17 @@ def running_median(values: list[float]) -> list[float] | None:
     return [float(np.median(values[max(0, i - half) : i + half + 1])) for i in range(len(values))]
 
 
+def loss_curve(rows: Sequence[Mapping[str, Any]], y_key: str, x_key: str) -> Curve:
+    """Return the curve of a trial. The training loss is noisy, so its running median is returned."""
+    points = curve(rows, x_key, y_key)
+    smooth = running_median([y for _, y in points]) if y_key == "loss" else None
+    return [(x, y) for (x, _), y in zip(points, smooth, strict=True)] if smooth else points
+
+
 def finished_curves(arm: Arm, y_key: str, x_key: str) -> list[Curve]:
-    """Return the curves of the finished trials. The training loss is noisy, so its running median is returned."""
-    curves = []
-    for trial in arm.finished():
-        points = curve(trial.curve, x_key, y_key)
-        smooth = running_median([y for _, y in points]) if y_key == "loss" else None
-        if smooth:
-            points = [(x, y) for (x, _), y in zip(points, smooth, strict=True)]
-        if points:
-            curves.append(points)
-    return curves
+    """Return the curves of the finished trials."""
+    curves = [loss_curve(trial.curve, y_key, x_key) for trial in arm.finished()]
+    return [points for points in curves if points]
 
 
 def loss_key(arms: Sequence[Arm], x_key: str) -> str:

@@ -3,14 +3,12 @@
 import fcntl
 import json
 import re
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pandas as pd
 import pytest
 
-from deskside.dashboard.file_cache import SCAN_SECONDS
 from tests.dashboard import made_up
 from tests.dashboard.browsing import PHONE, fits, opened, serious_faults, settled
 
@@ -153,13 +151,14 @@ def test_a_report_of_another_person_runs_no_script(
     browser: "Browser", address: str, served_root: Path
 ) -> None:
     path = served_root / "runs/first/report.html"
-    path.write_text(
-        "<h1>Of the run</h1><script>document.body.textContent = 'ran'</script><img src='http://x.invalid'>"
-    )
     page = browser.new_page()
     refused: list[tuple[str, str | None]] = []
     page.on("requestfailed", lambda request: refused.append((request.url, request.failure)))
     page.goto(f"{address}/report?of=runs/first")
+    page.get_by_text("has no report yet").wait_for()
+    path.write_text(
+        "<h1>Of the run</h1><script>document.body.textContent = 'ran'</script><img src='http://x.invalid'>"
+    )
     frame = page.frame_locator("iframe")
     frame.get_by_role("heading", name="Of the run").wait_for()
     assert frame.locator("body").inner_text().strip() == "Of the run"
@@ -168,13 +167,32 @@ def test_a_report_of_another_person_runs_no_script(
     path.unlink()
 
 
-def test_a_long_log_scrolls_by_keyboard(browser: "Browser", address: str, served_root: Path) -> None:
-    made_up.run(served_root / "runs/logged")
-    (served_root / "runs/logged/events.log").write_text("2026-11-24 10:00:00 saved a checkpoint\n" * 100)
-    time.sleep(SCAN_SECONDS)  # so long the server may not have looked for new runs
-    page = opened(browser, address, "run", "?run=runs/logged&part=Events")
+def test_runs_events_and_samples_are_seen_without_a_click(
+    browser: "Browser", address: str, served_root: Path
+) -> None:
+    page = opened(browser, address, "run", "?run=runs/now")
+    folder = served_root / "runs/logged"
+    lock = made_up.running(folder)
+    events = folder / "events.log"
+    events.write_text("2026-11-24 10:00:00 saved a checkpoint\n" * 100)
+    page.get_by_role("combobox", name="runs").click()
+    page.get_by_role("option", name="runs/logged").wait_for()  # the list is open
+    page.goto(f"{address}/run?run=runs/logged&part=Events")
     log = page.locator("pre.log")
     log.focus()
     assert serious_faults(page) == []
-    assert log.evaluate("e => e.scrollHeight > e.clientHeight && e === document.activeElement")
+    assert log.evaluate("e => e.scrollHeight > e.clientHeight && e === e.getRootNode().activeElement")
+    log.evaluate("e => { e.scrollTop = 200 }")
+    with events.open("a") as file:
+        file.write("2026-11-24 10:01:00 evaluated\n")
+    log.get_by_text("evaluated").wait_for(timeout=5_000)
+    assert log.evaluate("e => e.scrollTop") == 200
+    page.get_by_role("tab", name="Samples").click()
+    page.get_by_text("There are no samples").wait_for()
+    sample = {"prompt": "Once upon", "text": " a time"}
+    (folder / "summary.json").write_text(json.dumps({"status": "finished", "samples": [sample]}))
+    lock.close()
+    page.get_by_text("Once upon a time").wait_for(timeout=5_000)
+    assert page.get_by_role("tab", name="Samples").get_attribute("aria-selected") == "true"
+    settled(page)
     page.close()

@@ -49,6 +49,7 @@ def test_a_step_of_a_running_trial_is_seen_on_the_page_of_its_study(
     with made_up.running(folder / "runs/trial"):
         page = opened(browser, address, "metrics", "?study=studies/live")
         page.get_by_text("step 40 of 200").wait_for()
+        page.locator(".legendtext").get_by_text("seed 1, running").wait_for()
         row = {**made_up.row(41), "val_bpb": 1.2345}
         with (folder / "runs/trial/metrics.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")

@@ -1,7 +1,5 @@
 """Metrics page of a study: one metric of every arm with its differences from the baseline, and the loss curves."""
 
-from pathlib import Path
-
 import streamlit as st
 
 from deskside.dashboard import file_cache, study_charts
@@ -10,7 +8,7 @@ from deskside.dashboard.plotly_charts import unique_labels
 from deskside.dashboard.sidebar import Context, StudySelection
 from deskside.report import study_text
 from deskside.report.chart_data import most_different
-from deskside.report.curve_data import finished_curves, loss_key
+from deskside.report.curve_data import Curve, finished_curves, loss_curve, loss_key
 from deskside.run.record import RunRecord, mapping, number
 from deskside.study.results import Arm
 from deskside.study.stats.metrics import QUALITY, metric_named
@@ -71,21 +69,42 @@ def _draw_curves(selection: StudySelection) -> None:
         key="curves-against",
         persist_state="session",
     )
+    every = None if selection.unfiltered.complete else file_cache.REFRESH_SECONDS
+    st.fragment(run_every=every)(_draw_lines)(selection, [arm for arm in arms if arm.id in chosen], x_axis)
+
+
+def _draw_lines(selection: StudySelection, arms: list[Arm], x_axis: str) -> None:
+    """Draw the curves of some arms, and those of all trials that are running."""
+    labels = unique_labels(selection.results.arms)
     x_key = {"time": "seconds", "tokens": "tokens"}[x_axis]
-    drawn = [arm for arm in arms if arm.id in chosen]
-    y_key = loss_key(drawn, x_key)
-    figure = study_charts.curves(
-        {_curve_label(arm, labels): finished_curves(arm, y_key, x_key) for arm in drawn}, x_key, y_key
-    )
+    y_key = loss_key(arms, x_key)
+    lines = {_curve_label(arm, labels): finished_curves(arm, y_key, x_key) for arm in arms}
+    running = _running_curves(selection, labels, y_key, x_key)
+    figure = study_charts.curves(lines | {name: [line] for name, line in running.items()}, x_key, y_key)
     if figure is None:
-        st.info("No finished trial of these arms has a curve.")
+        st.info("No trial of these arms has a curve yet.")
         return
-    chart(figure, "curves", f"{y_key} against {x_axis} of {len(drawn)} arms")
+    chart(figure, "curves", f"{y_key} against {x_axis} of {len(arms)} arms and {len(running)} running trials")
     smooth = " Training losses are running medians." if y_key == "loss" else ""
+    live = " Trials that are running have lines of their own." if running else ""
     st.caption(
-        f"Measured. Line: mean over the seeds; band: from the lowest to the highest seed.{smooth} The high losses of "
-        "the first steps are cut off; double-click on the chart to see all."
+        f"Measured. Line: mean over the seeds; band: from the lowest to the highest seed.{live}{smooth} The high "
+        "losses of the first steps are cut off; double-click on the chart to see all."
     )
+
+
+def _running_curves(
+    selection: StudySelection, labels: dict[str, str], y_key: str, x_key: str
+) -> dict[str, Curve]:
+    """Return the curves so far of the trials that are running, by what the legend calls them."""
+    found = {}
+    for arm in selection.results.arms:
+        for trial in arm.trials:
+            if trial.status == "running" and trial.run:
+                rows = file_cache.metrics(selection.folder / trial.run).rows
+                if points := loss_curve(rows, y_key, x_key):
+                    found[f"{_curve_label(arm, labels)}, seed {trial.seed}, running"] = points
+    return found
 
 
 def _curve_label(arm: Arm, labels: dict[str, str]) -> str:
@@ -96,10 +115,10 @@ def _draw_experts(selection: StudySelection) -> None:
     """Draw the experts of one of the runs that have experts, if there is any."""
     labels = unique_labels(selection.results.arms)
     runs = {
-        labels[arm.id] + (f", seed {trial.seed}" if len(arm.trials) > 1 else ""): Path(trial.run)
+        labels[arm.id] + (f", seed {trial.seed}" if len(arm.trials) > 1 else ""): selection.folder / trial.run
         for arm in selection.results.arms
         for trial in arm.trials
-        if trial.run and _has_experts(file_cache.brief(Path(trial.run)))
+        if trial.run and _has_experts(file_cache.brief(selection.folder / trial.run))
     }
     if not runs:
         return

@@ -13,8 +13,15 @@ from deskside.config import presets
 from deskside.config.recipes import RECIPES
 from deskside.dashboard import file_cache, planner_charts
 from deskside.dashboard.components import chart
+from deskside.dashboard.live import rerun_when_changed
 from deskside.dashboard.planner_charts import FAIR, GOOD
-from deskside.dashboard.runs import Accuracy, accuracies, run_predictions, trial_predictions
+from deskside.dashboard.runs import (
+    Accuracy,
+    Prediction,
+    accuracies,
+    run_predictions,
+    trial_predictions,
+)
 from deskside.dashboard.scan import name_below
 from deskside.dashboard.sidebar import Context, literal
 from deskside.facts.gpus import gpus
@@ -27,7 +34,7 @@ from deskside.plan.what_fits import HOURS, FitRow, what_fits
 from deskside.study.results import Results
 from deskside.utils.console import command_lines
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.format import count, dollars, duration, gib, number, percent, plural
+from deskside.utils.format import count, dollars, duration, gib, number, percent
 
 THIS_MACHINE = "this machine"
 SEARCH_MODEL = "the best for the budget"
@@ -225,22 +232,16 @@ def _cached_fits(question: PlanQuestion) -> tuple[list[FitRow], float]:
 
 def _draw_accuracy(context: Context) -> None:
     st.header("Predicted and measured")
-    runs = context.scan.standalone_runs[-MAX_RUNS:]
-    if (others := len(context.scan.standalone_runs) - len(runs)) > 0:
+    rerun_when_changed(lambda: _predictions(context)[0])
+    predictions, studies, others = _predictions(context)
+    if others > 0:
         st.caption(f"Of the runs, the last {MAX_RUNS} by name are read; {others:,} others are not.")
-    predictions = run_predictions((file_cache.brief(run.path), file_cache.plan(run.path)) for run in runs)
-    studies = {
-        name_below(path, context.root): results
-        for path, results in file_cache.readable_studies(context.scan).items()
-    }
-    trials = [p for name, results in studies.items() for p in trial_predictions(name, results)]
-    predictions = [*predictions, *trials]
     found = accuracies(predictions)
     if not found:
         st.caption("No run here has both a prediction and a measurement yet. `deskside go` records both.")
         return
     st.markdown("\n".join(f"- {_accuracy_text(accuracy)}" for accuracy in found))
-    if note := _trial_time_note(list(studies.values())):
+    if note := _trial_time_note(studies):
         st.caption(note)
     titles = {f"{accuracy.quantity}, {accuracy.source}": accuracy for accuracy in found}
     title = (
@@ -258,7 +259,8 @@ def _draw_accuracy(context: Context) -> None:
     st.caption(
         f"Grey: within {percent(GOOD, 0)} of the prediction. Lines: the prediction's range, if it has one.{left_out}"
     )
-    with st.expander(f"all {plural(len(predictions), 'prediction')} as a table"):
+    # The number of predictions is not in the label, because the expander would fold when it changes.
+    with st.expander("all predictions as a table"):
         rows = [
             {
                 "run": prediction.name,
@@ -274,6 +276,17 @@ def _draw_accuracy(context: Context) -> None:
             for prediction in predictions
         ]
         st.dataframe(rows, hide_index=True, width="stretch")
+
+
+def _predictions(context: Context) -> tuple[list[Prediction], list[Results], int]:
+    """Return the predictions of runs and studies, the studies, and the number of runs that were not read."""
+    scan = file_cache.scan_result(str(context.root))
+    runs = scan.standalone_runs[-MAX_RUNS:]
+    predictions = run_predictions((file_cache.brief(run.path), file_cache.plan(run.path)) for run in runs)
+    studies = file_cache.readable_studies(scan)
+    for path, results in studies.items():
+        predictions += trial_predictions(name_below(path, context.root), results)
+    return predictions, list(studies.values()), len(scan.standalone_runs) - len(runs)
 
 
 def _accuracy_text(accuracy: Accuracy) -> str:

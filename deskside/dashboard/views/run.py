@@ -1,4 +1,4 @@
-"""Page of a run, or of several runs in one chart each. While one of them trains, it is drawn again by itself."""
+"""Page of a run, or of several runs in one chart each. It is live: new steps, events, runs and results are drawn."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -9,11 +9,12 @@ import streamlit as st
 
 from deskside.dashboard import file_cache, plotly_charts, run_details, run_plots, theme
 from deskside.dashboard.components import chart, expert_charts
+from deskside.dashboard.live import rerun_when_changed
 from deskside.dashboard.notes import empty_state
 from deskside.dashboard.run_details import key_numbers, newest_values
 from deskside.dashboard.run_table import RUN, TRIAL, TableRow, cost_note, study_of
 from deskside.dashboard.runs import progress
-from deskside.dashboard.scan import FoundRun, name_below
+from deskside.dashboard.scan import FoundRun, name_below, stamp
 from deskside.dashboard.sidebar import Context, literal
 from deskside.report.run_answer import loss_unit, objective
 from deskside.report.run_chart_data import CHARTS, run_line
@@ -29,6 +30,7 @@ PARTS = ("Charts", "Samples", "Configuration", "Events")
 
 def show(context: Context) -> None:
     """Draw the page. The names of the runs are in its address."""
+    rerun_when_changed(lambda: file_cache.scan_result(str(context.root)).runs)
     found = {name_below(run.path, context.root): run for run in context.scan.runs}
     if not found:
         st.title("Run")
@@ -54,9 +56,8 @@ def show(context: Context) -> None:
         st.info("Select a run above, or several to compare them.")
         return
     chosen = {name: found[name] for name in names}
+    rerun_when_changed(lambda: _state(chosen))
     every = file_cache.REFRESH_SECONDS if any(run.path in live for run in chosen.values()) else None
-    if every is None:
-        st.fragment(run_every=file_cache.REFRESH_SECONDS)(_draw_again_when_resumed)(chosen)
     st.fragment(run_every=every)(_draw_head)(context, chosen)
     for part, tab in zip(
         PARTS, st.tabs(PARTS, key="part", on_change="rerun", bind="query-params"), strict=True
@@ -66,16 +67,16 @@ def show(context: Context) -> None:
                 if part == "Charts":
                     settings = _chart_settings()
                     st.fragment(run_every=every)(_draw_charts)(chosen, *settings)
+                elif part == "Events":
+                    st.fragment(run_every=every)(_draw_events)(chosen)
                 else:
-                    {"Samples": _draw_samples, "Configuration": _draw_options, "Events": _draw_events}[part](
-                        chosen
-                    )
+                    {"Samples": _draw_samples, "Configuration": _draw_options}[part](chosen)
 
 
-def _draw_again_when_resumed(chosen: Mapping[str, FoundRun]) -> None:
-    """Draw the page again, which then stays live, if one of its runs trains again."""
-    if file_cache.live_runs(tuple(chosen.values())):
-        st.rerun()
+def _state(chosen: Mapping[str, FoundRun]) -> object:
+    """Return what changes when a run ends or goes on: whether each trains, and the times of its files."""
+    live = file_cache.live_runs(tuple(chosen.values()))
+    return [(run.path in live, stamp(run.path, *file_cache.RUN_JSON_FILES)) for run in chosen.values()]
 
 
 def _newest(context: Context) -> str:
@@ -269,7 +270,15 @@ def _draw_events(chosen: Mapping[str, FoundRun]) -> None:
         )
         if notable:
             st.code("\n".join(notable[-20:]), language=None, wrap_lines=True)
-        with st.expander("the whole log", expanded=not notable):
-            # Streamlit's own code blocks scroll with a mouse only.
-            text = html.escape("\n".join(events))
-            st.html(f'<pre class="log" tabindex="0" role="region" aria-label="events.log">{text}</pre>')
+        _log()(key=f"log-{name}", data={"text": "\n".join(events)})
+
+
+@st.cache_resource(show_spinner=False)
+def _log() -> Any:
+    """Return the component that draws a log. Streamlit's own code blocks scroll with a mouse only."""
+    return st.components.v2.component(
+        "deskside_log",
+        html='<pre class="log" tabindex="0" role="region" aria-label="events.log"></pre>',
+        css=theme.read_asset("event_log.css"),
+        js=theme.read_asset("event_log.js"),
+    )

@@ -1,10 +1,13 @@
 """First page: the table of runs, studies and searches, with filters. It is drawn again every few seconds."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import streamlit as st
 
 from deskside.dashboard import file_cache, run_table, theme
+from deskside.dashboard.live import rerun_when_changed
 from deskside.dashboard.notes import empty_state, problem_rows
 from deskside.dashboard.run_details import cost_text
 from deskside.dashboard.run_table import RUN, SEARCH, STUDY, TRIAL, RowFilter, TableRow
@@ -24,28 +27,56 @@ SORTED_NUMBERS = ("bpb", "tokens_per_second", "mfu", "seconds", "dollars")
 
 def show(context: Context) -> None:
     """Draw the page."""
+    rows, problems = _rows(context.root), problem_rows(context)
     st.title("Runs and studies")
-    if not (context.scan.runs or context.scan.studies or context.scan.searches):
+    if not rows and not problems:
+        rerun_when_changed(lambda: file_cache.scan_result(str(context.root)))
         empty_state(context)
         return
+    row_filter = _draw_filters(rows)
+    options = _options(rows, problems)
 
     @st.fragment(run_every=file_cache.REFRESH_SECONDS)
     def refresh() -> None:
-        _draw(context)
+        rows = _rows(context.root)
+        scan = file_cache.scan_result(str(context.root))
+        if _options(rows, problem_rows(replace(context, scan=scan))) != options:
+            st.rerun()
+        _draw_table(context, rows, row_filter)
 
     refresh()
+    first, second = st.columns((1, 3), vertical_alignment="center")
+    # Not in the fragment: its file would be replaced between a click and the browser's request for it.
+    first.download_button(
+        "Rows as CSV",
+        lambda: run_table.to_csv([row for row in _rows(context.root) if row_filter.passes(row)]),
+        "runs.csv",
+        "text/csv",
+        on_click="ignore",
+    )
+    second.caption(f"Measured. Cost: {run_table.cost_note()}.")
+    if problems:
+        with st.expander(f"{plural(len(problems), 'directory')} could not be read completely"):
+            st.dataframe(problems, hide_index=True, width="stretch")
 
 
-def _draw(context: Context) -> None:
-    scan = file_cache.scan_result(str(context.root))
-    rows = file_cache.rows(scan, context.root)
-    shown = _filtered(rows)
-    counts = [f"{len(shown):,} of {plural(len(rows), 'row')}"]
-    if running := sum(row.status == "running" and row.kind in (RUN, TRIAL) for row in rows):
-        counts.append(f"{plural(running, 'run')} training now")
+def _rows(root: Path) -> list[TableRow]:
+    return file_cache.rows(file_cache.scan_result(str(root)), root)
+
+
+def _options(rows: list[TableRow], problems: list[dict[str, str]]) -> object:
+    """Return what the rest of the page depends on: the values of the filters, and the directories with problems."""
+    return {row.kind for row in rows}, run_table.statuses(rows), problems
+
+
+def _draw_table(context: Context, rows: list[TableRow], row_filter: RowFilter) -> None:
+    shown = [row for row in rows if row_filter.passes(row)]
     if not shown:
         st.info("No row passes the filters. Clear one of them.")
         return
+    counts = [f"{len(shown):,} of {plural(len(rows), 'row')}"]
+    if running := sum(row.status == "running" and row.kind in (RUN, TRIAL) for row in rows):
+        counts.append(f"{plural(running, 'run')} training now")
     table_data = {
         "counts": " · ".join(counts),
         "columns": run_table.columns(),
@@ -53,18 +84,10 @@ def _draw(context: Context) -> None:
         "paths": {name: context.pages[name].url_path for name in ("run", "study", "search")},
     }
     _table()(key="run-table", data=table_data)
-    first, second = st.columns((1, 3), vertical_alignment="center")
-    first.download_button(
-        "Rows as CSV", lambda: run_table.to_csv(shown), "runs.csv", "text/csv", on_click="ignore"
-    )
-    second.caption(f"Measured. Cost: {run_table.cost_note()}.")
-    if problems := problem_rows(context):
-        with st.expander(f"{plural(len(problems), 'directory')} could not be read completely"):
-            st.dataframe(problems, hide_index=True, width="stretch")
 
 
-def _filtered(rows: list[TableRow]) -> list[TableRow]:
-    """Draw the filters, which are also in the page's address, and return the rows that pass."""
+def _draw_filters(rows: list[TableRow]) -> RowFilter:
+    """Draw the filters, which are also in the page's address."""
     kinds_here = {row.kind for row in rows}
     first, second, third = st.columns((2, 2, 2))
     search = first.text_input(
@@ -76,8 +99,7 @@ def _filtered(rows: list[TableRow]) -> list[TableRow]:
     chosen = third.multiselect(
         "status", run_table.statuses(rows), key="status", placeholder="all", bind="query-params"
     )
-    row_filter = RowFilter(frozenset(KINDS[kind]), frozenset(chosen), search)
-    return [row for row in rows if row_filter.passes(row)]
+    return RowFilter(frozenset(KINDS[kind]), frozenset(chosen), search)
 
 
 def _row_data(row: TableRow) -> dict[str, Any]:

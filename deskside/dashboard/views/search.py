@@ -9,6 +9,7 @@ import streamlit as st
 
 from deskside.dashboard import file_cache, search_charts
 from deskside.dashboard.components import chart
+from deskside.dashboard.live import rerun_when_changed
 from deskside.dashboard.notes import empty_state
 from deskside.dashboard.runs import progress
 from deskside.dashboard.scan import name_below
@@ -32,6 +33,7 @@ COMMAND = "deskside search demo --hours 0.1"
 
 def show(context: Context) -> None:
     """Draw the page. The name of the search is in its address."""
+    rerun_when_changed(lambda: file_cache.scan_result(str(context.root)).searches)
     st.title("Search")
     found = {name_below(path, context.root): path for path in context.scan.searches}
     if not found:
@@ -47,9 +49,8 @@ def show(context: Context) -> None:
     if search.outcome is None:
         st.error(literal(f"{name}: {search.problem}"))
         return
+    rerun_when_changed(lambda: file_cache.search(search.path).status)
     every = file_cache.REFRESH_SECONDS if search.status == "running" else None
-    if every is None:
-        st.fragment(run_every=file_cache.REFRESH_SECONDS)(_draw_again_when_resumed)(search)
     st.fragment(run_every=every)(_draw_head)(context, search.path, name)
     x_axis = st.segmented_control(
         "best so far against",
@@ -60,12 +61,6 @@ def show(context: Context) -> None:
         bind="query-params",
     )
     st.fragment(run_every=every)(_draw_trials)(search.path, x_axis or "time")
-
-
-def _draw_again_when_resumed(search: Search) -> None:
-    """Draw the page again, which then stays live, if the search runs again."""
-    if file_cache.search(search.path).status == "running":
-        st.rerun()
 
 
 def _draw_head(context: Context, path: Path, name: str) -> None:

@@ -1,0 +1,23 @@
+"""Draws a page again when what it shows has changed."""
+
+from collections.abc import Callable
+
+import streamlit as st
+
+from deskside.dashboard.file_cache import REFRESH_SECONDS
+
+
+def rerun_when_changed(state: Callable[[], object]) -> None:
+    """Draw the page again once `state()` differs from what it is now. Call it before drawing what it depends on.
+
+    It is for what changes rarely, such as the end of a run. What changes at every step is drawn by a fragment of its
+    own, which leaves the rest of the page alone.
+    """
+    drawn = state()
+
+    @st.fragment(run_every=REFRESH_SECONDS)
+    def watch() -> None:
+        if state() != drawn:
+            st.rerun()
+
+    watch()
