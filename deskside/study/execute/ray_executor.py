@@ -16,6 +16,7 @@ when Ray ends there, after about a minute.
 import atexit
 import contextlib
 import os
+import signal
 import socket
 import sys
 import time
@@ -243,8 +244,9 @@ class RayExecutor:
                     f"--executor ray: {_first_line(error)}; start a cluster with: ray start --head, and on the other "
                     f"machines: ray start --address HOST:6379"
                 ) from None
-            atexit.register(self._leave)  # after Ray has registered its own, so that this is called first
         self._head = HeadCalls(ray.get_runtime_context().gcs_address)
+        # After Ray has registered its own, so that this is called first. A search makes two executors in one process.
+        atexit.register(self._leave)
         self._cpu_only = set(kinds) == {"cpu"}
         self._options: dict[str, dict[str, Any]] = {}  # of the actor, by the name of the device
         self._devices: list[Device] = []
@@ -283,11 +285,15 @@ class RayExecutor:
         return trial
 
     def _leave(self) -> None:
-        """End the process of a study whose head died, before Ray tries to take leave of the head."""
+        """End the process of a study whose head died, before Ray tries to take leave of the head.
+
+        Ray takes seconds for that, and crashes if Ctrl-C interrupts it. All is saved by then, so Ctrl-C has no effect.
+        """
         if self._head.dead:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(RunError.exit_code)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def _list_devices(self, described: list[dict[str, Any]]) -> None:
         """List the devices of the nodes that ray.nodes() described. Raises RunError if none is alive."""

@@ -3,10 +3,9 @@
 If the head is killed, the study ends with one line, and a new cluster continues it.
 """
 
-import contextlib
+import atexit
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -33,17 +32,11 @@ from deskside.utils.errors import RunError
 from deskside.utils.machine import code_version
 from tests.study import fake_trials
 from tests.study.fake_trials import ROOT
+from tests.study.ray_cluster import NODE, checkpoints, events, new_cluster, wait_for
 from tests.study.test_commands import STUDY
 
 STEPS = 400  # enough that a node can be killed before its trial ends
 COMPARED = ("val_bpb", "val_loss", "steps", "tokens", "parameters")
-NODE = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False}
-# Ray looks every half second whether a node is alive.
-HEALTH = {
-    "health_check_period_ms": 500,
-    "health_check_failure_threshold": 3,
-    "health_check_initial_delay_ms": 0,
-}
 pytestmark = pytest.mark.timeout(900)
 
 
@@ -88,6 +81,23 @@ def test_each_gpu_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
         devices("auto")
 
 
+def test_every_executor_leaves_a_dead_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search makes two of them in one process, and only the first connects to Ray."""
+    ray = pytest.importorskip("ray")
+    leaves: list[Any] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="head:6379"))
+    monkeypatch.setattr(ray, "nodes", lambda: [node("head", 0, 0)])
+    monkeypatch.setattr(atexit, "register", leaves.append)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    _, second = RayExecutor(("cpu",)), RayExecutor(("cpu",))
+    second._head.dead = True
+    with pytest.raises(SystemExit, match="1"):
+        for leave in reversed(leaves):
+            leave()
+
+
 def test_the_supervisor_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs the process of a trial, which holds the lock; other versions and missing folders are named."""
     monkeypatch.chdir(tmp_path)
@@ -114,21 +124,6 @@ def test_the_supervisor_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert outcome(supervisor) == ("stopped", "stopped with the study"), (
         "a trial that was stopped does not start"
     )
-
-
-@contextlib.contextmanager
-def new_cluster() -> Iterator[Any]:
-    """Start a cluster with one node, at $RAY_ADDRESS."""
-    ray_cluster = pytest.importorskip("ray.cluster_utils")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        patch.setenv("PYTHONPATH", str(ROOT))
-        made = ray_cluster.Cluster(initialize_head=True, head_node_args={**NODE, "_system_config": HEALTH})
-        patch.setenv("RAY_ADDRESS", made.address)
-        try:
-            yield made
-        finally:
-            made.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -177,20 +172,6 @@ def measured_so_far(study: Path) -> dict[str, dict[str, float]]:
     }
 
 
-def events(study: Path, kind: str) -> list[dict[str, Any]]:
-    path = study / "journal.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [event for event in map(json.loads, lines) if event["event"] == kind]
-
-
-def checkpoints(study: Path, event: dict[str, Any]) -> list[Path]:
-    """Return the checkpoints of a trial that has begun to train."""
-    run = StudyFolder(study).run(event["arm"], event["seed"])
-    return [
-        path for path in (run / "checkpoints").glob("step-*") if re.fullmatch(r"step-0*[1-9]\d+", path.name)
-    ]
-
-
 def test_this_machine_waits_for_a_process_on_another(tmp_path: Path) -> None:
     """A study that ran on a cluster may be resumed without it, while a lost process still saves."""
     run = tmp_path / "runs" / "a-s1"
@@ -203,15 +184,6 @@ def test_this_machine_waits_for_a_process_on_another(tmp_path: Path) -> None:
             time.sleep(0.3)
             assert not waiting.done()
         waiting.result(timeout=10)
-
-
-def wait_for(condition: Any, seconds: float = 240.0) -> Any:
-    """Return the first true value of a condition."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.2)
-    return value
 
 
 class GoneNode:
