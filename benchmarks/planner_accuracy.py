@@ -33,7 +33,7 @@ from benchmarks.planner_compare import (
     shape_of,
     step_spec_of,
 )
-from deskside.budget.operators import step_operators
+from deskside.budget.operators.step import step_operators
 from deskside.budget.speed import length_factor
 from deskside.utils import child_process
 from deskside.utils.machine import code_version, this_machine

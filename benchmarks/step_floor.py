@@ -14,7 +14,7 @@ in the dtype of the activations; the table counts these elements:
                             its gradient into float32, 10 in each further pass, which accumulates
     quantization            0 if the producing kernel can write the format: only the output of attention and its
                             gradient remain, 4 bytes per query channel
-    optimizer               bytes and Newton-Schulz matmuls of budget/operators.py; the latter at the matmul peak
+    optimizer               bytes and Newton-Schulz matmuls of budget/operators/; the latter at the matmul peak
 
 FP8 operands take as many bytes as BF16 operands, because Hopper and Ada multiply FP8 in one layout only, so two copies
 are written. The floor of emulated matmuls is that of BF16 matmuls; for NVFP4 this is always so.
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deskside.budget.operators import step_operators
+from deskside.budget.operators.step import step_operators
 from deskside.budget.shape import block_matrix_params
 from deskside.budget.step_spec import StepSpec
 from deskside.config.recipes import Format, Product, Recipe, recipe_named

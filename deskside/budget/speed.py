@@ -25,7 +25,8 @@ from dataclasses import dataclass, field, replace
 from deskside.budget.format_costs import EMULATED_RATE_SHARE
 from deskside.budget.host import HostTimes, host_seconds, overlapped_seconds
 from deskside.budget.host_memory import host_gradient_bytes, offloaded_activation_bytes
-from deskside.budget.operators import PRODUCTS, TRAFFIC, Operator, step_operators
+from deskside.budget.operators.operator import PRODUCTS, TRAFFIC, Operator
+from deskside.budget.operators.step import step_operators
 from deskside.budget.replicas import exchange
 from deskside.budget.shape import Shape
 from deskside.budget.sizes import Sizes

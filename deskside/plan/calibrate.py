@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from deskside.budget.host import HostTimes, device_seconds, host_seconds
-from deskside.budget.operators import PRODUCTS, TRAFFIC, Group, step_operators
+from deskside.budget.operators.operator import PRODUCTS, TRAFFIC, Group
+from deskside.budget.operators.step import step_operators
 from deskside.budget.speed import Rates, operator_seconds
 from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig

@@ -13,7 +13,8 @@ from deskside.budget.adapters import training_flops_per_token
 from deskside.budget.host import host_seconds, overlapped_seconds
 from deskside.budget.loss import LAW, USEFUL_EPOCHS, bounded, expected_bpb
 from deskside.budget.memory import RESERVED_BYTES, RESERVED_SHARE, explain_memory
-from deskside.budget.operators import Operator, step_operators
+from deskside.budget.operators.operator import Operator
+from deskside.budget.operators.step import step_operators
 from deskside.budget.scaling import batch_token_factor
 from deskside.budget.separate_gradients import has_side_stream
 from deskside.budget.shape import matmul_params

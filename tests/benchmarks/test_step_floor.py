@@ -5,7 +5,7 @@ import torch
 
 from benchmarks import step_floor
 from benchmarks.step_config import configuration
-from deskside.budget.operators import step_operators
+from deskside.budget.operators.step import step_operators
 from deskside.budget.shape import matmul_params
 from deskside.budget.step_spec import StepSpec
 from deskside.config.recipes import RECIPES, recipe_named

@@ -7,7 +7,7 @@ import torch
 
 from deskside.budget.host_memory import checkpoint_bytes, host_memory
 from deskside.budget.memory import training_memory
-from deskside.budget.operators import step_operators
+from deskside.budget.operators.step import step_operators
 from deskside.budget.step_spec import StepSpec
 from deskside.config.average import AverageConfig
 from deskside.config.model import ModelConfig

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from deskside.budget.memory import instants, training_memory
-from deskside.budget.operators import step_operators
+from deskside.budget.operators.step import step_operators
 from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig

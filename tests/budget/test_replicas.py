@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from deskside.budget.host_memory import checkpoint_bytes
-from deskside.budget.operators import step_operators
+from deskside.budget.operators.step import step_operators
 from deskside.budget.replicas import exchange
 from deskside.budget.shape import block_matrix_params, num_params
 from deskside.budget.sizes import Sizes

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deskside.budget.memory import LIBRARIES, instants
-from deskside.budget.operators import step_operators
+from deskside.budget.operators.step import step_operators
 from deskside.budget.scaling import Scaling
 from deskside.budget.shape import block_matrix_params, num_params, root_params
 from deskside.budget.step_spec import StepSpec

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from deskside.budget.memory import training_memory
-from deskside.budget.operators import step_operators
+from deskside.budget.operators.step import step_operators
 from deskside.budget.shape import num_params
 from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from deskside.budget.operators import newton_schulz_flops, step_operators
+from deskside.budget.operators.step import step_operators
+from deskside.budget.operators.update import newton_schulz_flops
 from deskside.budget.shape import block_matrix_params, flops_per_token, parameter_groups
 from deskside.budget.speed import ITEMS, Efficiency, Rates, step_seconds, tokens_per_second
 from deskside.budget.step_spec import StepSpec

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deskside.budget.host_memory import checkpoint_bytes
 from deskside.budget.memory import training_memory
-from deskside.budget.operators import step_operators
+from deskside.budget.operators.step import step_operators
 from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.config.optim import AdamWConfig, MuonConfig, ema_updates_per_step

@@ -1,4 +1,4 @@
-"""The operators of a step against torch's own FLOP counter on our model and our Muon, and against counting by hand."""
+"""The FLOPs of matrix products and attention, against torch's own counter on our model."""
 
 from typing import Any
 
@@ -7,29 +7,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from deskside.budget.operators import Operator, newton_schulz_flops, step_operators
-from deskside.budget.shape import block_matrix_params, num_params, root_params
+from deskside.budget.operators.step import step_operators
 from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.kernels.attention import AttentionContext
-from deskside.kernels.newton_schulz import coefficients, orthogonalize
 from deskside.model.transformer import Transformer
 from deskside.train.prepare.setup import recompute
-
-SMALL = {
-    "vocab_size": 1024, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 8,
-    "num_key_value_heads": 4, "head_dim": 32, "intermediate_size": 704,
-}  # fmt: skip
-ROWS, LENGTH = 2, 128
-TOKENS = ROWS * LENGTH
-
-
-def operators(shape: ModelConfig, **options: Any) -> list[Operator]:
-    return step_operators(shape, StepSpec(LENGTH, TOKENS, TOKENS, **options))
-
-
-def amount(found: list[Operator], *groups: str) -> float:
-    return sum(operator.amount for operator in found if operator.group in groups)
+from tests.budget.operators.small_step import LENGTH, ROWS, SMALL, TOKENS, amount, operators
 
 
 def counted(shape: ModelConfig, rung: str = "none") -> float:
@@ -71,16 +55,6 @@ def test_recomputed_products_are_at_most_the_last_one_too_many(rung: Any, last: 
     assert modelled - counted(shape, rung) == 2.0 * TOKENS * 3 * 256 * last
 
 
-def test_newton_schulz_is_what_torch_counts() -> None:
-    """All logical matrices of one layer, through Muon's own iteration."""
-    shape = ModelConfig(**SMALL | {"num_hidden_layers": 1})
-    matrices = [(256, 256), (128, 256), (128, 256), (256, 256), (704, 256), (704, 256), (704, 256)]
-    with FlopCounterMode(display=False) as counter:
-        for rows, columns in matrices:
-            orthogonalize(torch.empty(1, max(rows, columns), min(rows, columns)), coefficients("quintic", 5))
-    assert newton_schulz_flops(shape) == counter.get_total_flops()
-
-
 def test_experts_work_on_chosen_tokens_only() -> None:
     """Two of eight experts are as much work as a dense MLP of both, and the router; Muon updates all eight."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 352}
@@ -116,54 +90,3 @@ def test_a_window_cuts_attention_and_nothing_else() -> None:
     )
     for group in ("matmul", "head", "traffic", "loss_traffic", "weights", "layers"):
         assert amount(narrow, group) == amount(wide, group)
-
-
-def test_accumulation_repeats_what_belongs_to_a_pass() -> None:
-    """The same tokens in four passes: weights are cast and launches made four times, the rest is the same spec."""
-    shape = ModelConfig(**SMALL)
-    one = step_operators(shape, StepSpec(LENGTH, 4 * LENGTH, 4 * LENGTH))
-    four = step_operators(shape, StepSpec(LENGTH, 4 * LENGTH, LENGTH))
-    for group in ("weights", "layers"):
-        assert amount(four, group) == 4 * amount(one, group)
-    for group in ("matmul", "head", "attention", "traffic", "loss_traffic", "optimizer_matmul"):
-        assert amount(four, group) == amount(one, group)
-
-
-@pytest.mark.parametrize("gpus", [2, 4, 8])
-def test_between_gpus(gpus: int) -> None:
-    """FSDP gathers the blocks twice a pass and the
-    rest once, and scatters once a step; Muon's matrices are gathered in bfloat16. test_sharded_oracle.py counts them.
-    """
-    shape = ModelConfig(**SMALL)
-    gradients = 4.0 * num_params(shape)
-    spec = {"sequence_length": LENGTH, "tokens": 2 * gpus * LENGTH, "micro_tokens": LENGTH, "gpus": gpus}
-    share = (gpus - 1) / gpus
-    sharded = step_operators(shape, StepSpec(**spec, sharded=True))
-    tables = 4.0 * 2 * shape.vocab_size * shape.hidden_size
-    muon = 2.0 * block_matrix_params(shape)
-    assert amount(sharded, "communication") == ((2 * 2 + 1) * gradients - 2 * tables + muon) * share
-    adamw = step_operators(shape, StepSpec(**spec, sharded=True, optimizer="adamw"))
-    assert amount(sharded, "communication") - amount(adamw, "communication") == muon * share
-    assert amount(step_operators(shape, StepSpec(LENGTH, LENGTH, LENGTH)), "communication") == 0
-
-
-def test_states_on_the_host_travel_up_and_down() -> None:
-    """Muon's 4 bytes per block weight and AdamW's 8 per entry of the tables, each way; vectors stay."""
-    shape = ModelConfig(**SMALL)
-    expected = 4.0 * block_matrix_params(shape) + 8 * root_params(shape)
-    assert amount(operators(shape, offload_optimizer=True), "offload") == expected
-    assert amount(operators(shape), "offload") == 0
-
-
-def test_dropout_reads_and_writes_its_tensors_twice() -> None:
-    """In the forward and in the backward; and blocks that are not fused once more if they are recomputed."""
-    shape, tensor = ModelConfig(**SMALL), 2 * TOKENS * SMALL["hidden_size"]
-    places = 2 * SMALL["num_hidden_layers"] + 1
-    for options, more in (({}, 0), ({"activation_checkpointing": "block"}, places - 1)):
-        with_dropout, without = (operators(shape, dropout=d, **options) for d in (True, False))
-        assert (
-            amount(with_dropout, "traffic") - amount(without, "traffic") == (4 * places + 2 * more) * tensor
-        )
-    fused = {"copies": "step", "activation_checkpointing": "block"}
-    added = [o for o in operators(shape, dropout=True, **fused) if o.name == "dropout"]
-    assert sum(o.amount for o in added) == 4 * places * tensor
