@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks.planner_fit import errors, groups, replace_section, section, split, unprobed
 from benchmarks.planner_points import MeasuredPoint, points
-from deskside.budget.memory import instants, sublayer_gradient_bytes, training_memory
+from deskside.budget.activations import sublayer_gradient_bytes
+from deskside.budget.memory import instants, training_memory
 from deskside.budget.operators.step import step_operators
 from deskside.budget.sizes import Sizes
 from deskside.budget.step_spec import StepSpec
