@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator, Sequence
 
 from deskside.cli import main
+from deskside.cli.arguments import Argument
 from deskside.cli.completion import all_commands
-from deskside.cli.options import Argument, group_description
+from deskside.cli.config_options import group_description
 from deskside.cli.train import COMMAND as TRAIN
 
 CONFIGURATION = "configuration.md"

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from deskside.cli import data_curate
-from deskside.cli.options import Command, choose_subcommand, option
+from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption
+from deskside.cli.subcommands import choose_subcommand
 from deskside.data.corpus.heldout import validation_warnings
 from deskside.data.reading import shards
 from deskside.utils import hub

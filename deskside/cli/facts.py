@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from deskside.budget.shape import num_params
 from deskside.cli.answer import print_answer
-from deskside.cli.options import Command, choose_subcommand, option
+from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption
+from deskside.cli.subcommands import choose_subcommand
 from deskside.utils.format import count, plural
 from deskside.utils.printer import Printer
 

@@ -148,7 +148,7 @@ def _run(arguments: list[str]) -> int:
 def _command(name: str) -> Callable[[Sequence[str]], int]:
     """Import a command and return its function. Raises UsageError if there is no such command."""
     if name not in COMMANDS:
-        from deskside.cli.options import command_hint
+        from deskside.cli.suggestions import command_hint
 
         raise UsageError(f"{name}: there is no such command; {command_hint(name, COMMANDS)}")
     module, function, _ = COMMANDS[name]

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deskside.cli.answer import print_answer
-from deskside.cli.options import Command, choose_subcommand, option
+from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption
+from deskside.cli.subcommands import choose_subcommand
 from deskside.facts.records import FILE, LossRecord, corpora, find_record, records
 from deskside.utils.console import say
 from deskside.utils.errors import UsageError

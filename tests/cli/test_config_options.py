@@ -9,7 +9,8 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 from pydantic.fields import FieldInfo
 
-from deskside.cli.options import Command, option, takes_list
+from deskside.cli.config_options import takes_list
+from deskside.cli.options import Command, option
 from deskside.config.align import SftConfig
 from deskside.config.duration import Duration
 from deskside.config.merge import LENGTH_ALIASES, build, config_fields, option_keys

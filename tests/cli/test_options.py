@@ -6,7 +6,7 @@ from typing import Literal
 
 import pytest
 
-from deskside.cli.options import Command, choose_subcommand, option
+from deskside.cli.options import Command, option
 from deskside.utils.errors import UsageError
 
 
@@ -114,16 +114,3 @@ def test_a_sentence_is_wrapped_for_the_terminal_alone(
     start = next(n for n, line in enumerate(lines) if line.startswith("This sentence"))
     assert lines[start + 1].endswith("for a few words.")
     assert lines[start + 2] == "This one is separate." and "  deskside wrapped" in lines
-
-
-def test_subcommands(capsys: pytest.CaptureFixture[str]) -> None:
-    commands = {"make": "make it", "break": "break it"}
-    assert choose_subcommand(commands, ["make", "--x"], "deskside thing", "Things.") == "make"
-    with pytest.raises(UsageError, match=r"^thing: the command is missing; commands are make, break$"):
-        choose_subcommand(commands, [], "deskside thing", "Things.")
-    with pytest.raises(UsageError, match=r"^thing mak: there is no such command; did you mean make\?$"):
-        choose_subcommand(commands, ["mak"], "deskside thing", "Things.")
-    with pytest.raises(SystemExit) as stop:
-        choose_subcommand(commands, ["--help"], "deskside thing", "Things.")
-    assert stop.value.code == 0
-    assert "break it" in capsys.readouterr().out
