@@ -20,7 +20,8 @@ from deskside.facts.measurements import Measurement, published
 from deskside.measurements.reported import reported_for, reported_speeds
 from deskside.plan.finetuning import METHODS, RANK, ROW_TOKENS, FinetuningNeed, finetuning_need
 from deskside.plan.planner import make_plan
-from deskside.plan.request import PlanQuestion, make_request
+from deskside.plan.question import PlanQuestion
+from deskside.plan.request import make_request
 from deskside.plan.result import Plan, PlannedBand
 from deskside.utils.console import command_lines
 from deskside.utils.format import count, dollars, gib_digits

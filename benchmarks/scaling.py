@@ -43,7 +43,8 @@ from deskside.budget.shape import num_params
 from deskside.config.merge import build
 from deskside.config.presets import for_pretraining
 from deskside.plan.planner import make_plan
-from deskside.plan.request import PlanQuestion, make_request
+from deskside.plan.question import PlanQuestion
+from deskside.plan.request import make_request
 from deskside.probe.point import quantile
 
 TOKENS = 65_536  # for each GPU, and of the smaller batch for all

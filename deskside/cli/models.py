@@ -9,7 +9,8 @@ from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption
 from deskside.plan.finetuning import METHODS, RANK, ROW_TOKENS, FinetuningNeed, finetuning_need
-from deskside.plan.request import PlanQuestion, PlanRequest, make_request
+from deskside.plan.question import PlanQuestion
+from deskside.plan.request import PlanRequest, make_request
 from deskside.utils.errors import UsageError
 from deskside.utils.format import count
 from deskside.utils.printer import Printer, Row

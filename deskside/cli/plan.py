@@ -17,7 +17,8 @@ from deskside.config.model import ModelConfig
 from deskside.config.vocabulary import vocabulary_layer
 from deskside.plan import claim_check as claims
 from deskside.plan.planner import make_plan
-from deskside.plan.request import PlanQuestion, PlanRequest, make_request, text_baselines
+from deskside.plan.question import PlanQuestion
+from deskside.plan.request import PlanRequest, make_request, text_baselines
 from deskside.utils import hub
 from deskside.utils.errors import UsageError
 from deskside.utils.parsing import read_json_object

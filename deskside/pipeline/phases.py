@@ -21,7 +21,8 @@ from deskside.doctor.examine import examine
 from deskside.measurements.store import Busy, Row, Store
 from deskside.plan.candidates import ends_early
 from deskside.plan.planner import make_plan
-from deskside.plan.request import PlanQuestion, PlanRequest, make_request, text_baselines
+from deskside.plan.question import PlanQuestion
+from deskside.plan.request import PlanRequest, make_request, text_baselines
 from deskside.plan.result import Plan, PlannedBand
 from deskside.probe.grid import BENCHMARK_SECONDS, calibration_points, estimate_seconds
 from deskside.probe.sweep import PointResult, Sweep

@@ -34,7 +34,8 @@ from deskside.plan.estimate import (
     pass_sizes,
     setting_from_config,
 )
-from deskside.plan.request import MAX_DEPTH, TIME_SHARES, CandidateModel, PlanRequest, sequence_length_layer
+from deskside.plan.given_model import MAX_DEPTH, CandidateModel, sequence_length_layer
+from deskside.plan.request import TIME_SHARES, PlanRequest
 from deskside.utils.errors import UsageError
 from deskside.utils.format import count, duration
 

@@ -22,7 +22,8 @@ from deskside.plan.estimate import (
     pass_sizes,
     with_precision,
 )
-from deskside.plan.request import GivenModel, PlanRequest
+from deskside.plan.given_model import GivenModel
+from deskside.plan.request import PlanRequest
 from deskside.utils.errors import UsageError
 
 MIN_SEQUENCE_LENGTH = 512  # no remedy makes rows shorter than this

@@ -8,7 +8,8 @@ from deskside.config import merge
 from deskside.config.model import ModelConfig
 from deskside.plan.candidates import setting_on_card
 from deskside.plan.combinations import minimum_over_changes
-from deskside.plan.request import GivenModel, PlanBudget, PlanRequest
+from deskside.plan.given_model import GivenModel
+from deskside.plan.request import PlanBudget, PlanRequest
 from deskside.plan.verdict import judge
 from deskside.utils.errors import UsageError
 

@@ -20,6 +20,7 @@ from deskside.config import presets
 from deskside.config.model import ModelConfig
 from deskside.facts.gpus import gpus
 from deskside.plan.candidates import MLP_CHUNK, fastest_that_fits
+from deskside.plan.card import DRIVER_SHARE
 from deskside.plan.combinations import (
     contradicts_config,
     minimum_over_changes,
@@ -36,7 +37,8 @@ from deskside.plan.estimate import (
     pass_sizes,
     with_max_microbatch,
 )
-from deskside.plan.request import DRIVER_SHARE, MAX_DEPTH, PlanRequest
+from deskside.plan.given_model import MAX_DEPTH
+from deskside.plan.request import PlanRequest
 from deskside.utils.format import count, gib
 
 RemedyKind = Literal["change", "hardware", "other model", "elsewhere"]

@@ -6,74 +6,31 @@ results out that depend on it, or uses a published value and says so.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from decimal import Decimal, InvalidOperation
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal, Protocol, get_args
 
-import deskside.measurements.store as probe_store
-from deskside.budget.format_costs import LowFormat
 from deskside.budget.loss import TYPICAL_TEXT, UNTRAINED_BPB, TextBaselines
-from deskside.budget.shape import num_params
-from deskside.config import merge, presets
+from deskside.config import merge
 from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
-from deskside.config.sections import BatchConfig, PrecisionName
-from deskside.facts import gpus
-from deskside.facts.gpus import Gpu
+from deskside.config.sections import PrecisionName
 from deskside.measurements.reported import reported_for
 from deskside.plan.calibrate import Calibration, calibrate, measured_fp8_speedup
+from deskside.plan.card import PlanCard, find_card, measured_values, with_gpu_budget
+from deskside.plan.given_model import STAGES_SET_LENGTH, GivenModel, given_model
 from deskside.plan.published import Speedup
-from deskside.utils import format
+from deskside.plan.question import PlanQuestion, count
 from deskside.utils.errors import UsageError
-from deskside.utils.format import gib
-from deskside.utils.host_memory import usable_bytes
 
 MAX_BUDGET = {"hours": 1e6, "tokens": 1e16, "flops": 1e30}  # 114 years; many times the text that exists
 MAX_PRICE = 1e6  # dollars per kWh or per hour
-SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-# Share of a card's memory that the driver reserves: programs can use 23.5 of 24 GiB on an RTX 4090, 31.4 of 32 GiB on
-# an RTX 5090.
-DRIVER_SHARE = 0.02
-MAX_DEPTH = 128  # of the depth series: hidden size 8192, 104 billion parameters
 MIN_SEQUENCE_LENGTH = 16
 MAX_GPUS = 64
-REPORTED_USE = 256 * 2**20  # a plan mentions memory used by other programs from this many bytes on
-# NVFP4 is planned as emulated on every card: our native NVFP4 products (kernels/nvfp4/native.py) were compiled for
-# cards with FP4 units, but never run on one.
-TRAINED_NATIVELY: tuple[LowFormat, ...] = ("fp8",)
-GROUPED_FP8 = "9.0"  # the compute capability that every build of torch has grouped products of FP8 for
-STAGES_SET_LENGTH = (
-    "--sequence: schedule.stages sets the sequence lengths; change them there, or leave one out"
-)
 
 # Shares of a time budget.
 TIME_SHARES = {"pretraining": 0.85, "sft": 0.08, "evaluation": 0.03, "margin": 0.04}
-
-
-@dataclass(kw_only=True)
-class PlanQuestion:
-    """The unchecked options of `deskside plan`. Counts may be text such as 3B or 1.5e9."""
-
-    gpu: str | None = None
-    here: bool = False
-    hours: float | None = None
-    tokens: str | float | None = None
-    flops: float | None = None
-    loss: float | None = None
-    preset: str | None = None
-    depth: int | None = None
-    params: str | float | None = None
-    init: str | None = None
-    gpus: int = 1
-    precision: str | None = None
-    sequence: int | None = None
-    unique_tokens: str | float | None = None
-    own_corpus: bool = False
-    price_kwh: float | None = None
-    rent_per_hour: float | None = None
-    probes: str = "probes"
 
 
 class SplitBaselines(Protocol):
@@ -96,64 +53,6 @@ class PlanBudget:
 
 
 @dataclass(frozen=True)
-class PlanCard:
-    """The GPU to plan for.
-
-    memory_bytes: memory that programs can use, or for a card in this machine, the memory that is free now; gpu: the
-    card's data sheet, None if it is not in the table; machine: this machine if it contains the card, else None;
-    host_bytes: memory of its host that programs can use now, None if unknown.
-    """
-
-    name: str
-    memory_bytes: int
-    memory_source: str
-    gpu: Gpu | None
-    machine: probe_store.Machine | None = None
-    host_bytes: int | None = None
-
-    @property
-    def is_cpu(self) -> bool:
-        return self.machine is not None and self.machine.device == "cpu"
-
-    @property
-    def native(self) -> frozenset[LowFormat]:
-        """Formats below 16 bits that its tensor cores support and that deskside has trained with natively."""
-        if self.gpu is None:
-            return frozenset()
-        rates: dict[LowFormat, float | None] = {"fp8": self.gpu.fp8_flops, "nvfp4": self.gpu.fp4_flops}
-        native = {format for format in TRAINED_NATIVELY if rates[format] is not None}
-        return frozenset(native | ({"fp8-grouped"} if self.gpu.compute_capability == GROUPED_FP8 else set()))
-
-
-@dataclass(frozen=True)
-class CandidateModel:
-    """A model that could be trained. preset: the argument of `deskside train`; layers: its configuration layers, of
-    which later ones take precedence."""
-
-    preset: str
-    layers: tuple[dict[str, Any], ...]
-    config: RunConfig
-
-    @property
-    def model(self) -> ModelConfig:
-        return self.config.model
-
-
-@dataclass(frozen=True)
-class GivenModel(CandidateModel):
-    """The model that the user asks about. label: its name for messages; explicit: the dotted keys set by a layer.
-
-    file_layers: those of `layers` that come from files of the user. is_trained: `preset` is a run, directory or hub
-    model, which `deskside train` takes as --init.
-    """
-
-    label: str
-    explicit: frozenset[str]
-    file_layers: tuple[dict[str, Any], ...] = ()
-    is_trained: bool = False
-
-
-@dataclass(frozen=True)
 class PlanRequest:
     """The input of the planner.
 
@@ -162,7 +61,7 @@ class PlanRequest:
         context: GPUs that share every row (`parallel.context`).
         overrides: Configuration set by the user, which takes precedence over the planner's choices.
         setup_seconds, measured_watts, measured_fp8: Results of the probe on this card, None if it did not run.
-        pretrain_seconds: Wall-clock seconds of the pretraining run, if the caller knows them better than the split.
+        pretrain_seconds: Wall-clock seconds of the pretraining run, if the caller knows them better than `TIME_SHARES`.
         text: Baselines of the validation text, which bound the forecast of the loss.
     """
 
@@ -267,13 +166,13 @@ def make_request(
             )
     if q.gpu is not None and overrides.get("compute", {}).get("device") == "cpu":
         raise UsageError("--compute.device: cpu contradicts --gpu; leave one of them out")
-    card, rows, notes = _card(q)
+    card, rows, notes = find_card(q)
     if q.sequence is not None and overrides.get("schedule", {}).get("stages"):
         raise UsageError(STAGES_SET_LENGTH)
-    given = _given(q, overrides, shape)
+    given = given_model(q, overrides, shape)
     parts = {part: overrides.get(part, {}) for part in ("compute", "optim", "parallel")}
     config = merge.build([parts]) if given is None else given.config
-    card = _with_budget(card, config.compute.gpu_budget)
+    card = with_gpu_budget(card, config.compute.gpu_budget)
     if given is None and "adapter" in overrides:
         raise UsageError("--adapter: needs a model; give --preset, --init, --depth or --params")
     if budget.kind is None and given is None:
@@ -294,9 +193,9 @@ def make_request(
         unique_tokens=unique,
         own_corpus=q.own_corpus,
         overrides=overrides,
-        setup_seconds=max(_measured(rows, "setup_seconds"), default=None),
+        setup_seconds=max(measured_values(rows, "setup_seconds"), default=None),
         pretrain_seconds=pretrain_seconds,
-        measured_watts=max(_measured(rows, "watts"), default=None),
+        measured_watts=max(measured_values(rows, "watts"), default=None),
         measured_fp8=measured_fp8_speedup(rows),
         notes=tuple(notes),
         text=text,
@@ -326,18 +225,6 @@ def _context(gpus: int, config: RunConfig) -> int:
     return context
 
 
-def _with_budget(card: PlanCard, budget_gib: float | None) -> PlanCard:
-    """Return the card with at most the memory of `compute.gpu_budget`."""
-    if budget_gib is None:
-        return card
-    if card.is_cpu:
-        raise UsageError("compute.gpu_budget: the plan is for a CPU; leave it out")
-    budget = int(budget_gib * 2**30)
-    if budget >= card.memory_bytes:
-        return card
-    return replace(card, memory_bytes=budget, memory_source="given: compute.gpu_budget")
-
-
 def _budget(q: PlanQuestion) -> PlanBudget:
     named = [kind for kind in ("hours", "tokens", "flops", "loss") if getattr(q, kind) is not None]
     if not named:
@@ -363,23 +250,6 @@ def defaults() -> RunConfig:
     return RunConfig()
 
 
-def count(option: str, given: Any) -> float:
-    """Parse a positive whole number, written as 3000000, 3M, 1.5B or 2e9. Raises UsageError."""
-    text = str(given).strip().lower().replace(",", "").replace("_", "")
-    scale = SUFFIXES.get(text[-1:], 1)
-    try:
-        value = Decimal(text[:-1] if scale > 1 else text) * scale
-    except InvalidOperation:
-        raise UsageError(f"{option}: '{given}' is not a count; write it as 3B, 350M or 1500000") from None
-    if not value.is_finite() or value <= 0:
-        raise UsageError(f"{option}: must be above zero, not {given}")
-    if value.adjusted() > 18:
-        raise UsageError(f"{option}: {given} is too large; give less than 1e19")
-    if value != value.to_integral_value():
-        raise UsageError(f"{option}: {given} is not a whole number")
-    return float(value)
-
-
 def _precision(name: str | None, overrides: Mapping[str, Any]) -> str | None:
     """Return the precision set by --precision or --precision.name, None if neither is given."""
     known = [known for known in get_args(PrecisionName) if known != "auto"]
@@ -391,140 +261,3 @@ def _precision(name: str | None, overrides: Mapping[str, Any]) -> str | None:
             f"--precision: {name} contradicts --precision.name {override}; leave one of them out"
         )
     return name or (override if override in known else None)
-
-
-def _card(q: PlanQuestion) -> tuple[PlanCard, list[probe_store.Row], list[str]]:
-    """Return the card, its probe results, and notes on memory in use and on results that are not used."""
-    store = probe_store.open_store(q.probes)
-    if q.here and q.gpu is not None:
-        raise UsageError("--gpu and --here both set the card; give only one of them")
-    if not q.here and q.gpu is None:
-        raise UsageError("no card; give --gpu, such as --gpu rtx4090, or --here for this machine")
-    if q.gpu is not None:
-        gpu = gpus.find(q.gpu)
-        memory = int(gpu.memory_bytes * (1 - DRIVER_SHARE))
-        card = PlanCard(
-            gpu.name, memory, f"published: {gpu.source}, less {DRIVER_SHARE:.0%} for the driver", gpu
-        )
-        return (card, *_measured_elsewhere(store, gpu))
-    machine = probe_store.this_machine()
-    gpu_here = gpus.find_device(machine.card, machine.memory_bytes) if machine.device == "cuda" else None
-    notes = []
-    memory, source = machine.memory_bytes, "measured: reported by this machine"
-    if machine.free_bytes is not None and machine.free_bytes < memory:
-        in_use = memory - machine.free_bytes
-        memory, source = machine.free_bytes, f"measured: free on this machine now, of {gib(memory)}"
-        if in_use > REPORTED_USE:
-            notes.append(
-                f"{gib(in_use)} of the card's {gib(machine.memory_bytes)} are in use by other programs, so the plan "
-                f"does not use them; close these programs and plan again to use all of the memory"
-            )
-    card = PlanCard(machine.card, memory, source, gpu_here, machine, usable_bytes())
-    rows = store.require(machine)
-    if not rows and gpu_here is None:
-        what = "the CPU" if card.is_cpu else "a GPU without a data sheet here"
-        raise UsageError(
-            f"{machine.card}: this is {what}, so it must be measured; measure it first with: deskside probe, or name a "
-            f"card with --gpu"
-        )
-    return card, rows, [*notes, *store.notes(machine)]
-
-
-def _measured_elsewhere(store: probe_store.Store, gpu: Gpu) -> tuple[list[probe_store.Row], list[str]]:
-    """Return the probe results of a card given by name, and notes.
-
-    If the card is in this machine, only results with the current driver and software count. Otherwise the results of
-    the last measured machine count, and a note names it.
-    """
-
-    def is_this_card(row: probe_store.Row) -> bool:
-        machine = row["key"]["machine"]
-        name, gib = machine.get("card"), machine.get("memory_gib")
-        valid = isinstance(name, str) and isinstance(gib, (int, float))
-        return valid and gpus.find_device(name, int(gib * 2**30)) == gpu
-
-    rows = [row for row in store.rows() if is_this_card(row)]
-    if not rows:
-        return [], store.notes()
-    machine = probe_store.this_machine()
-    if machine.device == "cuda" and gpus.find_device(machine.card, machine.memory_bytes) == gpu:
-        return store.require(machine), store.notes(machine)
-    newest = rows[-1]["key"]["machine"]
-    used = [row for row in rows if row["key"]["machine"] == newest]
-    notes = [
-        f"{len(used)} probe results of {gpu.name} from {store.folder} are used; they were measured on another "
-        f"machine, with driver {newest.get('driver')} and torch {newest.get('torch')}"
-    ]
-    if len(used) < len(rows):
-        notes.append(f"{len(rows) - len(used)} older results with other drivers or software are not used")
-    return used, [*notes, *store.notes()]
-
-
-def _given(q: PlanQuestion, overrides: Mapping[str, Any], shape: ModelConfig | None) -> GivenModel | None:
-    """Return the model set by --preset, --init, --depth or --params; None in an open search."""
-    files: list[dict[str, Any]] = []
-    if q.preset is not None:
-        preset = label = q.preset
-        layers, files = presets.layers(preset), presets.file_layers(preset)
-    elif q.init is not None:
-        assert shape is not None
-        preset = label = q.init
-        layers = merge.resolved_layers("model", shape.model_dump(mode="json"))
-        if shape.max_position_embeddings < BatchConfig().sequence_length:
-            layers.append({"batch": {"sequence_length": shape.max_position_embeddings}})
-    elif q.depth is not None or q.params is not None:
-        depth = q.depth if q.depth is not None else _nearest_depth(count("--params", q.params), str(q.params))
-        if depth > MAX_DEPTH:
-            raise UsageError(
-                f"--depth: {depth} is beyond what can be planned; give an even depth from 2 to {MAX_DEPTH}"
-            )
-        preset = label = f"d{depth}"
-        if q.depth is None:
-            label = f"{preset}, the depth with the nearest size to {q.params} parameters"
-        layers = [presets.depth(depth)]
-    else:
-        return None
-    layers = [*layers, dict(overrides)] if overrides else layers
-    explicit = frozenset(".".join(path) for path in merge.merge(layers)[1])
-    config = merge.build(layers)
-    if q.sequence is not None:
-        if config.schedule.stages:
-            raise UsageError(STAGES_SET_LENGTH)
-        layers = [*layers, sequence_length_layer(q.sequence, config, explicit)]
-        config = merge.build(layers)
-    return GivenModel(preset, tuple(layers), config, label, explicit, tuple(files), q.init is not None)
-
-
-def sequence_length_layer(
-    sequence: int, config: RunConfig, explicit: frozenset[str] = frozenset()
-) -> dict[str, Any]:
-    """Return the configuration layer that sets the sequence length.
-
-    It also raises max_position_embeddings if needed, and rounds batch.tokens to a multiple of the sequence length
-    unless `explicit` contains that key.
-    """
-    batch: dict[str, Any] = {"sequence_length": sequence}
-    layer: dict[str, Any] = {"batch": batch}
-    if sequence > config.model.max_position_embeddings:
-        layer["model"] = {"max_position_embeddings": sequence}
-    if config.batch.tokens % sequence and "batch.tokens" not in explicit:
-        batch["tokens"] = max(1, round(config.batch.tokens / sequence)) * sequence
-    return layer
-
-
-def _nearest_depth(params: float, text: str) -> int:
-    """Return the depth with the nearest number of parameters. text: the number as the user wrote it."""
-    sizes = {d: num_params(ModelConfig(**presets.depth(d)["model"])) for d in range(2, MAX_DEPTH + 1, 2)}
-    nearest = min(sizes, key=lambda d: abs(math.log(sizes[d] / params)))
-    if not 0.5 <= sizes[nearest] / params <= 2:
-        raise UsageError(
-            f"--params: no depth has about {text} parameters; give a size from {format.count(sizes[2])} (d2) "
-            f"to {format.count(sizes[MAX_DEPTH])} (d{MAX_DEPTH})"
-        )
-    return nearest
-
-
-def _measured(rows: Sequence[probe_store.Row], key: str) -> list[float]:
-    """Return the result `key` of every completed probe point in which it is positive."""
-    values = [r["result"].get(key) for r in rows if r["kind"] == "point" and r["status"] == "ok"]
-    return [float(value) for value in values if isinstance(value, (int, float)) and value > 0]

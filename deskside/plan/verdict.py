@@ -49,8 +49,9 @@ from deskside.plan.estimate import (
     estimate_max_microbatch,
     optim_options,
 )
+from deskside.plan.given_model import GivenModel
 from deskside.plan.remedies import Remedy, remedies, with_max_microbatch_unless_set
-from deskside.plan.request import GivenModel, PlanRequest
+from deskside.plan.request import PlanRequest
 from deskside.utils.format import count, duration, gib
 
 Answer = Literal["yes", "yes-if", "no"]

@@ -10,7 +10,8 @@ from typing import Literal
 from deskside.budget.loss import LAW
 from deskside.budget.shape import matmul_params, num_params
 from deskside.plan.candidates import Candidate, best_candidate, model_fits, models, optimal_tokens
-from deskside.plan.request import CandidateModel, PlanBudget, PlanRequest
+from deskside.plan.given_model import CandidateModel
+from deskside.plan.request import PlanBudget, PlanRequest
 
 HOURS = (1.0, 4.0, 8.0, 24.0, 72.0, 168.0)
 SIZE_STEP = 1.25  # a model of the table has at least so many times the weights of the one before

@@ -13,7 +13,8 @@ from deskside.budget.step_spec import Precision
 from deskside.config.run import RunConfig
 from deskside.plan.candidates import SETUP_SECONDS
 from deskside.plan.estimate import StepEstimate, estimate, estimate_max_microbatch, setting_from_config
-from deskside.plan.request import PlanQuestion, PlanRequest, make_request
+from deskside.plan.question import PlanQuestion
+from deskside.plan.request import PlanRequest, make_request
 from deskside.study.spec.expand import PlannedArm
 from deskside.utils.errors import UsageError
 from deskside.utils.format import gib

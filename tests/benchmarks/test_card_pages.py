@@ -11,7 +11,8 @@ from benchmarks.card_pages import CARDS, FOLDER, card_page, index_page, pages, p
 from deskside.measurements.reported import add_report, reported_for
 from deskside.plan.headline import headline
 from deskside.plan.planner import make_plan
-from deskside.plan.request import PlanQuestion, make_request
+from deskside.plan.question import PlanQuestion
+from deskside.plan.request import make_request
 from tests.measurements.made_report import made
 from tests.sources import ROOT
 

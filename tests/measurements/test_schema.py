@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+import deskside.measurements.store as probe_store
 from deskside.measurements.store import Row, hash_of, make_key, make_row, open_store
-from deskside.plan import request as planner
 from deskside.plan.calibrate import calibrate
 from deskside.plan.planner import make_plan
 from deskside.probe import table
@@ -108,7 +108,7 @@ def surveyed(folder: Path) -> None:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner.probe_store, "this_machine", lambda: UNKNOWN)
+    monkeypatch.setattr(probe_store, "this_machine", lambda: UNKNOWN)
 
 
 def test_the_good_rows_are_good(tmp_path: Path, here: None) -> None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+import deskside.measurements.store as probe_store
 from deskside.budget.loss import TextBaselines, bounded
 from deskside.config import merge, presets
 from deskside.measurements.store import Store, make_key, make_row, open_store
 from deskside.pipeline import phases
 from deskside.pipeline.phases import PipelineRequest
-from deskside.plan import request as planner
 from deskside.plan.planner import make_plan
 from deskside.probe.grid import calibration_points
 from deskside.probe.sweep import Sweep
@@ -58,7 +58,7 @@ def result_of(spec: Mapping[str, Any]) -> dict[str, Any]:
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """This machine has an RTX 4090 and the data a billion tokens, as far as the planner can tell."""
-    monkeypatch.setattr(planner.probe_store, "this_machine", lambda: CARD)
+    monkeypatch.setattr(probe_store, "this_machine", lambda: CARD)
     # Of a few thousand nothing can be learnt.
     monkeypatch.setattr(phases, "unique_tokens", lambda data: 10**9)
     return CARD
@@ -246,7 +246,7 @@ def test_a_plan_that_says_no(card: Machine, data: Path, tmp_path: Path) -> None:
 
 def test_nothing_measured_on_a_cpu(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A preset is trained without a plan, with the reason; without a preset there is nothing to choose from."""
-    monkeypatch.setattr(planner.probe_store, "this_machine", lambda: CPU)
+    monkeypatch.setattr(probe_store, "this_machine", lambda: CPU)
     result, whole = phases.plan(make_request(data, tmp_path, preset="124m"), 6900.0)
     assert whole is None and result["status"] == "skipped" and "this is the CPU" in result["reason"]
     assert merge.build([result["config"]]).data.path == str(data)
@@ -270,7 +270,7 @@ def test_a_vocabulary_that_is_too_small_for_the_data(data: Path, tmp_path: Path)
 def test_too_little_data_is_said_before_anything_is_trained(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(planner.probe_store, "this_machine", lambda: CARD)
+    monkeypatch.setattr(probe_store, "this_machine", lambda: CARD)
     assert phases.unique_tokens(str(data)) < 100_000
     with pytest.raises(RunError, match="the text is too small"):
         phases.plan(make_request(data, tmp_path), 6900.0)

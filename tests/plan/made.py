@@ -7,7 +7,10 @@ from deskside.budget.speed import Rates
 from deskside.config import merge, presets
 from deskside.facts import gpus
 from deskside.plan.calibrate import Calibration
-from deskside.plan.request import GivenModel, PlanBudget, PlanCard, PlanQuestion, PlanRequest, make_request
+from deskside.plan.card import PlanCard
+from deskside.plan.given_model import GivenModel
+from deskside.plan.question import PlanQuestion
+from deskside.plan.request import PlanBudget, PlanRequest, make_request
 
 GIB = 2**30
 

@@ -11,7 +11,8 @@ from deskside.cli.train import COMMAND
 from deskside.config import merge
 from deskside.config.gpu_batch import build_on_gpus
 from deskside.plan.planner import make_plan
-from deskside.plan.request import PlanQuestion, make_request
+from deskside.plan.question import PlanQuestion
+from deskside.plan.request import make_request
 from deskside.utils.errors import UsageError
 from tests.cli.test_config_options import NEEDS, another
 from tests.plan.test_bands import layers_of

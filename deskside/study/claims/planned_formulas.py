@@ -15,7 +15,8 @@ from deskside.config.model import ModelConfig
 from deskside.facts import gpus
 from deskside.plan.estimate import StepEstimate
 from deskside.plan.planner import make_plan
-from deskside.plan.request import PlanQuestion, make_request
+from deskside.plan.question import PlanQuestion
+from deskside.plan.request import make_request
 from deskside.study.claims.verdicts import Answer
 
 SPEEDRUN_FLOPS = 4.33e19  # of a training run that the document about target architectures uses as a reference

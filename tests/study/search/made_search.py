@@ -11,7 +11,7 @@ from typing import Any
 
 from deskside.config import presets
 from deskside.config.duration import Duration
-from deskside.plan.request import PlanCard
+from deskside.plan.card import PlanCard
 from deskside.study.execute.devices import Device
 from deskside.study.execute.trial_process import STOPPED, TrialEnd, TrialJob
 from deskside.study.search.conduct import conduct
