@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from deskside.budget.loss import LAW
-from deskside.plan.candidates import MAX_SIZE_RATIO, Candidate, bpb, optimal_tokens, search
+from deskside.plan.candidates import MAX_SIZE_RATIO, Candidate, search
+from deskside.plan.expected_loss import bpb, optimal_tokens
 from deskside.plan.request import PlanRequest
 from deskside.utils.format import count, duration
 

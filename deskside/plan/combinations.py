@@ -1,9 +1,9 @@
 """All combinations of the memory-saving options of `deskside train`, and the one to run.
 
 Combinations are tried in the order of their cost. Options that only cost speed (activation checkpointing, chunks, rows
-per pass, cached weights, sharding) are chosen by `candidates.fastest_that_fits` for every combination. The combinations
-vary the other options: number format, optimizer, format of the stored weights, format and location of the optimizer
-states, location of the gradients, sequence length. On memory, the verdict "no" means that none of them fits.
+per pass, cached weights, sharding) are chosen by `fastest_fit.py` for every combination. The combinations vary the
+other options: number format, optimizer, format of the stored weights, format and location of the optimizer states,
+location of the gradients, sequence length. On memory, the verdict "no" means that none of them fits.
 """
 
 import itertools
@@ -13,7 +13,6 @@ from dataclasses import replace
 from deskside.budget.format_costs import LowFormat, Precision, quantized
 from deskside.budget.step_spec import GradientPlace, OptimizerName, StateFormat, WeightFormat
 from deskside.config import merge
-from deskside.plan.candidates import LADDER, MLP_CHUNK, fastest_that_fits
 from deskside.plan.estimate import (
     Setting,
     StageSetting,
@@ -22,6 +21,7 @@ from deskside.plan.estimate import (
     pass_sizes,
     with_precision,
 )
+from deskside.plan.fastest_fit import LADDER, MLP_CHUNK, fastest_that_fits
 from deskside.plan.given_model import GivenModel
 from deskside.plan.request import PlanRequest
 from deskside.utils.errors import UsageError

@@ -27,16 +27,12 @@ from deskside.budget.speed import (
     step_seconds,
 )
 from deskside.budget.terms import Line, explained, leaf, traced
-from deskside.plan.candidates import (
-    ends_early,
-    muon_advantage,
-    optimal_tokens,
-    pretrain_seconds,
-    setup_seconds,
-)
+from deskside.plan.candidates import ends_early
 from deskside.plan.estimate import MEMORY_SOURCE, StepEstimate, peak_stage
+from deskside.plan.expected_loss import muon_advantage, optimal_tokens
 from deskside.plan.request import TIME_SHARES, PlanRequest
 from deskside.plan.result import Plan, PlannedBand
+from deskside.plan.run_length import pretrain_seconds, setup_seconds
 from deskside.utils.errors import UsageError
 from deskside.utils.format import duration, gib, number
 

@@ -19,21 +19,7 @@ from deskside.config.recipes import expert_recipe, recipe_named
 from deskside.plan import bands as band_choice
 from deskside.plan import own_corpus
 from deskside.plan.bands import Band
-from deskside.plan.candidates import (
-    MAX_SECONDS,
-    MORE_TEXT,
-    TOO_LONG,
-    TOO_SMALL,
-    Candidate,
-    ends_early,
-    fits_at_all,
-    law_inputs,
-    pretrain_seconds,
-    setup_seconds,
-    takes_all_hours,
-    text_too_small,
-    too_short,
-)
+from deskside.plan.candidates import Candidate, ends_early, fits_at_all, takes_all_hours
 from deskside.plan.claim_check import Claims, check_claims
 from deskside.plan.costs import cost
 from deskside.plan.estimate import (
@@ -44,10 +30,21 @@ from deskside.plan.estimate import (
     options,
     with_precision,
 )
+from deskside.plan.expected_loss import law_inputs
 from deskside.plan.published import published_fp8_speedup, uncalibrated_reason
 from deskside.plan.remedies import Remedy
 from deskside.plan.request import TIME_SHARES, PlanRequest
 from deskside.plan.result import Plan, PlannedBand, executable
+from deskside.plan.run_length import (
+    MAX_SECONDS,
+    TOO_LONG,
+    TOO_SMALL,
+    more_text,
+    pretrain_seconds,
+    setup_seconds,
+    text_too_small,
+    too_short,
+)
 from deskside.plan.verdict import Answer, judge
 from deskside.utils.errors import UsageError
 from deskside.utils.format import count, duration, number, plural
@@ -275,6 +272,7 @@ def _repetition_notes(request: PlanRequest, chosen: PlannedBand) -> list[str]:
     if unique is None:
         return []
     epochs, notes = candidate.tokens[1] / unique, []
+    helps = more_text(own_corpus=not request.own_corpus)
     if request.own_corpus:
         notes.append(own_corpus.sentence(candidate, unique, request.user_options))
     elif epochs > MAX_EPOCHS:
@@ -289,12 +287,12 @@ def _repetition_notes(request: PlanRequest, chosen: PlannedBand) -> list[str]:
             wish = "a model of this size"
         notes.append(
             f"the text is too small for {wish}: the run ends after {duration(candidate.seconds[1])}, because "
-            f"reading it more than {USEFUL_EPOCHS} times is worth nothing (arXiv 2305.16264); {_more_help(request)}"
+            f"reading it more than {USEFUL_EPOCHS} times is worth nothing (arXiv 2305.16264); {helps}"
         )
     elif request.pretrains and epochs > USEFUL_EPOCHS:
         notes.append(
             f"reading a text more than {USEFUL_EPOCHS} times is worth nothing (arXiv 2305.16264); "
-            f"{count(USEFUL_EPOCHS * unique)} tokens are enough; {_more_help(request)}"
+            f"{count(USEFUL_EPOCHS * unique)} tokens are enough; {helps}"
         )
     if not request.own_corpus and candidate.weights > MAX_WEIGHTS_PER_TOKEN * unique and request.pretrains:
         notes.append(own_corpus.too_large(candidate.weights, unique))
@@ -303,11 +301,6 @@ def _repetition_notes(request: PlanRequest, chosen: PlannedBand) -> list[str]:
 
 def _keeps_best(chosen: PlannedBand) -> bool:
     return bool(chosen.config.get("checkpoint", {}).get("keep_best", False))
-
-
-def _more_help(request: PlanRequest) -> str:
-    mode = "" if request.own_corpus else ", --own-corpus"
-    return MORE_TEXT.format(mode=mode)
 
 
 def _law_notes(request: PlanRequest, chosen: PlannedBand) -> list[str]:

@@ -19,7 +19,6 @@ from deskside.budget.step_spec import Checkpointing, StateFormat
 from deskside.config import presets
 from deskside.config.model import ModelConfig
 from deskside.facts.gpus import gpus
-from deskside.plan.candidates import MLP_CHUNK, fastest_that_fits
 from deskside.plan.card import DRIVER_SHARE
 from deskside.plan.combinations import (
     contradicts_config,
@@ -37,6 +36,7 @@ from deskside.plan.estimate import (
     pass_sizes,
     with_max_microbatch,
 )
+from deskside.plan.fastest_fit import MLP_CHUNK, fastest_that_fits
 from deskside.plan.given_model import MAX_DEPTH
 from deskside.plan.request import PlanRequest
 from deskside.utils.format import count, gib

@@ -17,24 +17,7 @@ from typing import Literal
 
 from deskside.budget.loss import LAW
 from deskside.budget.shape import matmul_params
-from deskside.plan.candidates import (
-    MAX_SECONDS,
-    TOO_LONG,
-    TOO_SMALL,
-    Candidate,
-    batch_tokens,
-    bpb,
-    ends_early,
-    fastest_that_fits,
-    make_candidate,
-    optimal_tokens,
-    pretrain_seconds,
-    run_length,
-    search,
-    setting_on_card,
-    text_too_small,
-    too_short,
-)
+from deskside.plan.candidates import Candidate, ends_early, make_candidate, search, setting_on_card
 from deskside.plan.combinations import (
     best_that_fits,
     combinations,
@@ -49,9 +32,21 @@ from deskside.plan.estimate import (
     estimate_max_microbatch,
     optim_options,
 )
+from deskside.plan.expected_loss import bpb, optimal_tokens
+from deskside.plan.fastest_fit import fastest_that_fits
 from deskside.plan.given_model import GivenModel
 from deskside.plan.remedies import Remedy, remedies, with_max_microbatch_unless_set
 from deskside.plan.request import PlanRequest
+from deskside.plan.run_length import (
+    MAX_SECONDS,
+    TOO_LONG,
+    TOO_SMALL,
+    batch_tokens,
+    pretrain_seconds,
+    run_length,
+    text_too_small,
+    too_short,
+)
 from deskside.utils.format import count, duration, gib
 
 Answer = Literal["yes", "yes-if", "no"]

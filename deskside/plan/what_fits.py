@@ -9,7 +9,8 @@ from typing import Literal
 
 from deskside.budget.loss import LAW
 from deskside.budget.shape import matmul_params, num_params
-from deskside.plan.candidates import Candidate, best_candidate, model_fits, models, optimal_tokens
+from deskside.plan.candidates import Candidate, best_candidate, model_fits, models
+from deskside.plan.expected_loss import optimal_tokens
 from deskside.plan.given_model import CandidateModel
 from deskside.plan.request import PlanBudget, PlanRequest
 

@@ -18,7 +18,7 @@ from deskside.cli.train import COMMAND
 from deskside.config import merge, presets
 from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
-from deskside.plan import bands, candidates
+from deskside.plan import bands, candidates, expected_loss, fastest_fit, run_length
 from deskside.plan.estimate import setting_from_config
 from deskside.plan.planner import make_plan
 from deskside.plan.request import PlanRequest
@@ -54,14 +54,14 @@ def check(plan: Plan) -> None:
                 high = memory.reserved * (1 + request.calibration.memory_spread)
                 assert high + request.calibration.overhead_bytes <= request.card.memory_bytes
         # It finishes: what is planned takes no longer than there is, at the speed of each stage.
-        seconds = candidates.pretrain_seconds(request)
+        seconds = run_length.pretrain_seconds(request)
         if seconds is not None:
             needed = sum(
                 band.candidate.tokens[1] * stage.share * stage.tokens / setting.tokens_per_step
                 / tokens_per_second(shape, spec, request.calibration.rates)
                 for stage, shape, spec in setting.step_specs()
             )  # fmt: skip
-            assert needed + candidates.setup_seconds(request) == pytest.approx(seconds, rel=1e-6)
+            assert needed + run_length.setup_seconds(request) == pytest.approx(seconds, rel=1e-6)
         # It can be executed, and what is executed is what was planned.
         config = merge.build([band.config])
         assert carried_out(config, request) == carried_out(merge.build(layers_of(band.command)), request)
@@ -178,13 +178,13 @@ def test_the_target_is_where_a_brute_force_finds_it() -> None:
         overrides={"batch": {"tokens": 2**18}, "optim": {"name": "muon"}},
     )
     known = request.calibration
-    seconds = candidates.pretrain_seconds(request)
+    seconds = run_length.pretrain_seconds(request)
     assert seconds is not None
     losses = {}
     for depth in range(2, 31, 2):
         model = ModelConfig(**presets.depth(depth)["model"])
         speeds = []
-        for rung, chunk in candidates.LADDER:
+        for rung, chunk in fastest_fit.LADDER:
             for power, copies in itertools.product(range(10), ("step", "use")):
                 spec = StepSpec(
                     512,
@@ -200,7 +200,7 @@ def test_the_target_is_where_a_brute_force_finds_it() -> None:
                 if need <= request.card.memory_bytes:
                     speeds.append(tokens_per_second(model, spec, known.rates))
         if speeds:
-            tokens = (seconds - candidates.SETUP_SECONDS) * max(speeds)
+            tokens = (seconds - run_length.SETUP_SECONDS) * max(speeds)
             losses[f"d{depth}"] = expected_bpb(LAW, matmul_params(model), tokens)[1]
     best = min(losses, key=lambda name: losses[name])
     found = {c.shape.preset: c for c in candidates.search(request)}
@@ -222,9 +222,9 @@ def test_out_of_reach_and_too_short_say_so() -> None:
 
 
 def test_adamw_needs_more_tokens_and_is_taken_where_muon_is_too_slow() -> None:
-    assert candidates.muon_advantage(1e8) == pytest.approx(1.4)
-    assert candidates.muon_advantage(1.2e9) == pytest.approx(1.1)
-    assert candidates.muon_advantage(1e10) == pytest.approx(1.1)
+    assert expected_loss.muon_advantage(1e8) == pytest.approx(1.4)
+    assert expected_loss.muon_advantage(1.2e9) == pytest.approx(1.1)
+    assert expected_loss.muon_advantage(1e10) == pytest.approx(1.1)
     normal = make_plan(made.request(value=24.0)).best
     assert normal is not None and normal.candidate.setting.optimizer == "muon"
     # With one row per step, Muon's iteration is most of the step.

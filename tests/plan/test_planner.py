@@ -108,7 +108,7 @@ def test_native_nvfp4_would_be_priced_and_said_to_be_unseen(monkeypatch: pytest.
     planned_ = make_plan(request)
     assert any("nvfp4 is planned as emulated" in why and "has FP4 units" in why for why in planned_.reasons)
     emulated = planned_.best
-    monkeypatch.setattr("deskside.plan.request.TRAINED_NATIVELY", ("fp8", "nvfp4"))
+    monkeypatch.setattr("deskside.plan.card.TRAINED_NATIVELY", ("fp8", "nvfp4"))
     plan = make_plan(request)
     assert any("has not run them on such a card" in reason for reason in plan.reasons)
     assert any("how close nvfp4 comes to it is in docs/precision.md" in reason for reason in plan.reasons)

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 
 from deskside.budget.loss import MAX_WEIGHTS_PER_TOKEN, TYPICAL_TEXT, USEFUL_EPOCHS, TextBaselines
 from deskside.budget.scaling import decay_for_epochs
-from deskside.plan.candidates import models, most_tokens
+from deskside.plan.candidates import models
 from deskside.plan.planner import make_plan
 from deskside.plan.result import Plan
+from deskside.plan.run_length import most_tokens
 from deskside.utils.errors import UsageError
 from tests.plan import made
 from tests.plan.made import ask

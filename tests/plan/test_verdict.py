@@ -15,8 +15,9 @@ from deskside.budget.memory import training_memory
 from deskside.budget.shape import num_params
 from deskside.budget.step_spec import GradientPlace
 from deskside.config import merge
-from deskside.plan.candidates import LADDER, optimal_tokens
 from deskside.plan.estimate import Setting, estimate, pass_sizes
+from deskside.plan.expected_loss import optimal_tokens
+from deskside.plan.fastest_fit import LADDER
 from deskside.plan.planner import make_plan
 from deskside.plan.request import PlanRequest
 from deskside.plan.result import memory_json

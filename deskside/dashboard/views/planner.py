@@ -26,11 +26,11 @@ from deskside.dashboard.scan import name_below
 from deskside.dashboard.sidebar import Context, literal
 from deskside.facts.gpus import gpus
 from deskside.facts.power_and_prices import default_electricity_price
-from deskside.plan.candidates import SETUP_SECONDS
 from deskside.plan.headline import headline
 from deskside.plan.planner import make_plan
 from deskside.plan.question import PlanQuestion
 from deskside.plan.request import make_request
+from deskside.plan.run_length import SETUP_SECONDS
 from deskside.plan.what_fits import HOURS, FitRow, what_fits
 from deskside.study.results import Results
 from deskside.utils.console import command_lines
