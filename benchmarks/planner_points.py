@@ -31,7 +31,8 @@ from benchmarks.step_config import configuration
 from deskside.budget.format_costs import LowFormat
 from deskside.budget.speed import Rates
 from deskside.config.run import RunConfig
-from deskside.plan.estimate import Setting, mean_step_seconds, peak_memory, setting_from_config
+from deskside.plan.estimate import mean_step_seconds, peak_memory
+from deskside.plan.setting import Setting, setting_from_config
 
 ROOT = Path(__file__).parents[1] / "docs/data"
 STEP_FOLDERS = (

@@ -9,6 +9,8 @@ A checkpoint that is written while training goes on takes a copy of weights, opt
 (`checkpoint_bytes`), in one process, or with sharded weights in each process its share.
 """
 
+from collections.abc import Mapping
+
 from deskside.budget.adapters import trained_params
 from deskside.budget.replicas import update_shares
 from deskside.budget.shape import Shape
@@ -29,6 +31,11 @@ def host_memory(shape: Shape, spec: StepSpec) -> dict[str, int]:
         "activations": offloaded_activation_bytes(s) if spec.activation_offloading else 0.0,
     }
     return {item: int(size) for item, size in items.items() if size}
+
+
+def fits_host(items: Mapping[str, int], host_bytes: int | None) -> bool:
+    """Return True if these items fit in the memory of a host, or if its size is unknown."""
+    return host_bytes is None or sum(items.values()) <= HOST_SHARE * host_bytes
 
 
 def checkpoint_bytes(shape: Shape, spec: StepSpec) -> int:

@@ -18,14 +18,7 @@ from deskside.budget.shape import matmul_params, num_params
 from deskside.budget.step_spec import OptimizerName, Precision
 from deskside.config import merge, presets
 from deskside.config.run import RunConfig
-from deskside.plan.estimate import (
-    Range,
-    Setting,
-    StageSetting,
-    StepEstimate,
-    check_batch_divides,
-    setting_from_config,
-)
+from deskside.plan.estimate import Range, StepEstimate
 from deskside.plan.expected_loss import MUON_ADVANTAGE, bpb, optimal_tokens
 from deskside.plan.fastest_fit import fastest_that_fits
 from deskside.plan.given_model import MAX_DEPTH, CandidateModel, sequence_length_layer
@@ -39,6 +32,7 @@ from deskside.plan.run_length import (
     setup_seconds,
     stages,
 )
+from deskside.plan.setting import Setting, StageSetting, check_batch_divides, setting_from_config
 from deskside.utils.errors import UsageError
 
 MAX_SIZE_RATIO = 3.0  # the largest stretch band, relative to the target

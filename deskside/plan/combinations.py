@@ -13,17 +13,11 @@ from dataclasses import replace
 from deskside.budget.format_costs import LowFormat, Precision, quantized
 from deskside.budget.step_spec import GradientPlace, OptimizerName, StateFormat, WeightFormat
 from deskside.config import merge
-from deskside.plan.estimate import (
-    Setting,
-    StageSetting,
-    StepEstimate,
-    estimate_max_microbatch,
-    pass_sizes,
-    with_precision,
-)
+from deskside.plan.estimate import StepEstimate, estimate_max_microbatch
 from deskside.plan.fastest_fit import LADDER, MLP_CHUNK, fastest_that_fits
 from deskside.plan.given_model import GivenModel
 from deskside.plan.request import PlanRequest
+from deskside.plan.setting import Setting, StageSetting, pass_sizes, with_precision
 from deskside.utils.errors import UsageError
 
 MIN_SEQUENCE_LENGTH = 512  # no remedy makes rows shorter than this

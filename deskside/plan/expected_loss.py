@@ -13,8 +13,9 @@ import math
 from deskside.budget.loss import LAW, LossLaw, expected_bpb
 from deskside.budget.scaling import batch_token_factor
 from deskside.budget.shape import matmul_params
-from deskside.plan.estimate import Range, Setting
+from deskside.plan.estimate import Range
 from deskside.plan.request import PlanRequest
+from deskside.plan.setting import Setting
 
 MUON_ADVANTAGE = ((1e8, 1.4), (1.2e9, 1.1))  # (parameters, tokens that AdamW needs / tokens that Muon needs)
 

@@ -4,8 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from deskside.budget.step_spec import Checkpointing
-from deskside.plan.estimate import Setting, StepEstimate, estimate_max_microbatch, pass_sizes
+from deskside.plan.estimate import StepEstimate, estimate_max_microbatch
 from deskside.plan.request import PlanRequest
+from deskside.plan.setting import Setting, pass_sizes
 
 # Activation checkpointing and loss_chunk_tokens, in the order of decreasing memory and mostly decreasing speed.
 LADDER: tuple[tuple[Checkpointing, int], ...] = (

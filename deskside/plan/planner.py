@@ -22,14 +22,7 @@ from deskside.plan.bands import Band
 from deskside.plan.candidates import Candidate, ends_early, fits_at_all, takes_all_hours
 from deskside.plan.claim_check import Claims, check_claims
 from deskside.plan.costs import cost
-from deskside.plan.estimate import (
-    Setting,
-    StepEstimate,
-    estimate,
-    estimate_max_microbatch,
-    options,
-    with_precision,
-)
+from deskside.plan.estimate import StepEstimate, estimate, estimate_max_microbatch
 from deskside.plan.expected_loss import law_inputs
 from deskside.plan.published import published_fp8_speedup, uncalibrated_reason
 from deskside.plan.remedies import Remedy
@@ -45,6 +38,7 @@ from deskside.plan.run_length import (
     text_too_small,
     too_short,
 )
+from deskside.plan.setting import Setting, options, with_precision
 from deskside.plan.verdict import Answer, judge
 from deskside.utils.errors import UsageError
 from deskside.utils.format import count, duration, number, plural

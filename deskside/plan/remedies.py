@@ -27,18 +27,11 @@ from deskside.plan.combinations import (
     possible_halvings,
     with_halved_rows,
 )
-from deskside.plan.estimate import (
-    Fits,
-    Setting,
-    StepEstimate,
-    estimate_max_microbatch,
-    options,
-    pass_sizes,
-    with_max_microbatch,
-)
+from deskside.plan.estimate import Fits, StepEstimate, estimate_max_microbatch
 from deskside.plan.fastest_fit import MLP_CHUNK, fastest_that_fits
 from deskside.plan.given_model import MAX_DEPTH
 from deskside.plan.request import PlanRequest
+from deskside.plan.setting import Setting, options, pass_sizes, with_max_microbatch
 from deskside.utils.format import count, gib
 
 RemedyKind = Literal["change", "hardware", "other model", "elsewhere"]

@@ -21,10 +21,11 @@ from deskside.plan.bands import BandName
 from deskside.plan.candidates import Candidate, ends_early, precision
 from deskside.plan.claim_check import ClaimFinding
 from deskside.plan.costs import Cost
-from deskside.plan.estimate import MEMORY_SOURCE, Range, StepEstimate, options, range_json
+from deskside.plan.estimate import MEMORY_SOURCE, Range, StepEstimate, range_json
 from deskside.plan.expected_loss import law_inputs
 from deskside.plan.remedies import Remedy
 from deskside.plan.request import PlanRequest
+from deskside.plan.setting import options
 from deskside.plan.verdict import Answer
 
 SCHEMA = 1

@@ -5,9 +5,10 @@ import math
 from deskside.budget.loss import LAW, USEFUL_EPOCHS
 from deskside.budget.scaling import batch_on_gpus, best_batch_tokens
 from deskside.budget.shape import matmul_params
-from deskside.plan.estimate import Range, Setting, StageSetting, StepEstimate
+from deskside.plan.estimate import Range, StepEstimate
 from deskside.plan.expected_loss import optimal_tokens, tokens_to_reach
 from deskside.plan.request import TIME_SHARES, PlanRequest
+from deskside.plan.setting import Setting, StageSetting
 from deskside.utils.format import count, duration
 
 STAGES = ((0.35, 4), (0.35, 2), (0.3, 1))  # share of the run, divisor of the sequence length

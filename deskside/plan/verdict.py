@@ -24,14 +24,7 @@ from deskside.plan.combinations import (
     minimum_memory,
     minimum_over_changes,
 )
-from deskside.plan.estimate import (
-    Setting,
-    StepEstimate,
-    check_batch_divides,
-    estimate,
-    estimate_max_microbatch,
-    optim_options,
-)
+from deskside.plan.estimate import StepEstimate, estimate, estimate_max_microbatch
 from deskside.plan.expected_loss import bpb, optimal_tokens
 from deskside.plan.fastest_fit import fastest_that_fits
 from deskside.plan.given_model import GivenModel
@@ -47,6 +40,7 @@ from deskside.plan.run_length import (
     text_too_small,
     too_short,
 )
+from deskside.plan.setting import Setting, check_batch_divides, optim_options
 from deskside.utils.format import count, duration, gib
 
 Answer = Literal["yes", "yes-if", "no"]

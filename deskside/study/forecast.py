@@ -11,10 +11,11 @@ from pathlib import Path
 
 from deskside.budget.step_spec import Precision
 from deskside.config.run import RunConfig
-from deskside.plan.estimate import StepEstimate, estimate, estimate_max_microbatch, setting_from_config
+from deskside.plan.estimate import StepEstimate, estimate, estimate_max_microbatch
 from deskside.plan.question import PlanQuestion
 from deskside.plan.request import PlanRequest, make_request
 from deskside.plan.run_length import SETUP_SECONDS
+from deskside.plan.setting import setting_from_config
 from deskside.study.spec.expand import PlannedArm
 from deskside.utils.errors import UsageError
 from deskside.utils.format import gib

@@ -15,9 +15,10 @@ from deskside.config.model import ModelConfig
 from deskside.facts.gpus import find
 from deskside.facts.measurements import Measurement, published
 from deskside.plan.calibrate import calibrate
-from deskside.plan.estimate import Setting, StageSetting, estimate
+from deskside.plan.estimate import estimate
 from deskside.plan.planner import make_plan
 from deskside.plan.run_length import setup_seconds
+from deskside.plan.setting import Setting, StageSetting
 from tests.plan.made import ask
 
 GPT2_GRADE = 4.33e19  # FLOPs of nanochat's d24 that matches GPT-2

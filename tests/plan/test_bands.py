@@ -19,10 +19,10 @@ from deskside.config import merge, presets
 from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
 from deskside.plan import bands, candidates, expected_loss, fastest_fit, run_length
-from deskside.plan.estimate import setting_from_config
 from deskside.plan.planner import make_plan
 from deskside.plan.request import PlanRequest
 from deskside.plan.result import Plan
+from deskside.plan.setting import setting_from_config
 from tests.plan import made
 
 FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -9,7 +9,7 @@ from deskside.budget.format_costs import Precision
 from deskside.config import merge
 from deskside.config.dimensions import model_uncovered_reason
 from deskside.model.transformer import Transformer
-from deskside.plan.estimate import setting_from_config
+from deskside.plan.setting import setting_from_config
 from deskside.precision.convert import why_not_fused
 from deskside.train.prepare.setup import execution_mode
 

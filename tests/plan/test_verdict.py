@@ -15,12 +15,13 @@ from deskside.budget.memory import training_memory
 from deskside.budget.shape import num_params
 from deskside.budget.step_spec import GradientPlace
 from deskside.config import merge
-from deskside.plan.estimate import Setting, estimate, pass_sizes
+from deskside.plan.estimate import estimate
 from deskside.plan.expected_loss import optimal_tokens
 from deskside.plan.fastest_fit import LADDER
 from deskside.plan.planner import make_plan
 from deskside.plan.request import PlanRequest
 from deskside.plan.result import memory_json
+from deskside.plan.setting import Setting, pass_sizes
 from deskside.plan.verdict import judge
 from deskside.utils.errors import UsageError
 from tests.plan import made

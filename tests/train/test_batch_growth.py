@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from deskside.config import merge
 from deskside.config.run import RunConfig
-from deskside.plan.estimate import options, setting_from_config
+from deskside.plan.setting import options, setting_from_config
 from deskside.train.loop.step import Stepper
 from tests.train import tiny_run
 

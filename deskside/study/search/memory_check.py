@@ -13,7 +13,8 @@ from deskside.config.run import RunConfig
 from deskside.facts import gpus
 from deskside.plan.calibrate import CONTEXT_BYTES, MEMORY_SPREAD
 from deskside.plan.card import PlanCard
-from deskside.plan.estimate import pass_sizes, peak_memory, setting_from_config
+from deskside.plan.estimate import peak_memory
+from deskside.plan.setting import pass_sizes, setting_from_config
 from deskside.study.forecast import LocalMachine
 from deskside.utils.format import gib
 from deskside.utils.host_memory import usable_bytes

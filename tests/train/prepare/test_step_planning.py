@@ -11,7 +11,8 @@ from deskside.budget.host_memory import host_memory
 from deskside.budget.memory import training_memory
 from deskside.budget.step_spec import StepSpec
 from deskside.config import merge, presets
-from deskside.plan.estimate import peak_memory, setting_from_config
+from deskside.plan.estimate import peak_memory
+from deskside.plan.setting import setting_from_config
 from deskside.train.parallel import World
 from deskside.train.prepare import step_planning
 from deskside.train.prepare.step_planning import check_host_memory, modelled_memory_gib, step_spec
@@ -56,7 +57,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("changes", SETTINGS.values(), ids=SETTINGS)
 def test_training_models_the_step_that_the_planner_models(changes: dict[str, Any]) -> None:
-    """Two roads from one configuration to bytes: `plan.estimate.setting_from_config`, and what a run says of itself."""
+    """Two roads from one configuration to bytes: `plan.setting.setting_from_config`, and what a run says of itself."""
     config = merge.build([{"batch": {"tokens": 4 * ROWS, "sequence_length": ROWS}}, changes])
     name = config.precision.name if config.precision.name != "auto" else "bf16"
     native: frozenset[LowFormat] = frozenset({"fp8"})
