@@ -55,7 +55,6 @@ FIRST_PAGE = PAGES[0]
 def main(root: Path) -> None:
     """Draw the page of the browser's address."""
     scan = file_cache.scan_result(str(root))
-    sections: dict[str, list[st.Page]] = {}
     pages: dict[str, st.Page] = {}
     for spec in PAGES:
         pages[spec.name] = st.Page(
@@ -64,18 +63,26 @@ def main(root: Path) -> None:
             url_path="" if spec is FIRST_PAGE else spec.name,
             default=spec is FIRST_PAGE,
         )
-        sections.setdefault(spec.section, []).append(pages[spec.name])
-    # The pages have no icons: the browser would fetch that of its tab from the network.
+    # The pages have no icons: the browser would fetch that of its tab from the network. They are in one list, because
+    # Streamlit puts the headings of several between the list and its items, where a screen reader expects no other.
+    page = st.navigation(list(pages.values()), expanded=True)
     pages["study"] = pages[next(spec.name for spec in PAGES if spec.of_study)]
-    page = st.navigation(sections)
     st.set_page_config(page_title=f"{page.title} · deskside", layout="wide")
-    theme.apply([spec.name for spec in PAGES if spec is not FIRST_PAGE])
+    theme.apply([spec.name for spec in PAGES if spec is not FIRST_PAGE], _headings())
     with st.sidebar:
         name = root.name or str(root)
         counts = f"{plural(len(scan.runs), 'run')}, {plural(len(scan.standalone_studies), 'study')}"
         counts += f", {plural(len(scan.searches), 'search')}" if scan.searches else ""
         st.caption(f"`{name}`: {counts}", help=str(root))
     page.run()
+
+
+def _headings() -> dict[str, str]:
+    """Return the heading of each section by the name of its first page."""
+    first: dict[str, str] = {}
+    for spec in PAGES:
+        first.setdefault(spec.section, spec.name)
+    return {name: section for section, name in first.items() if section}
 
 
 def _drawing(spec: PageSpec, root: Path, pages: Mapping[str, st.Page]) -> Callable[[], None]:

@@ -1,6 +1,6 @@
 """Colours of the light and the dark theme, and the switch between them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -57,6 +57,8 @@ STYLE = """<style>
 .runs-legend thead th {font-weight: 400; opacity: 0.75}
 .runs-legend hr {width: 2rem; margin: 0; border: 0; border-top: 3px solid}
 [data-testid="stSidebarHeader"]::before {content: "deskside"; font-size: 1.2rem; font-weight: 700}
+[data-testid="stSidebarNavItems"] > li::before {display: block; padding: 0.9rem 0 0.15rem 0; font-size: 0.875rem;
+  font-weight: 600}
 .st-key-theme-switch {position: fixed; top: 0.7rem; right: 1rem; z-index: 1000000; width: auto}
 @media (max-width: 640px) {
   [data-testid="stMainBlockContainer"] {padding: 3.75rem 1rem 2rem 1rem}
@@ -71,15 +73,22 @@ def options() -> dict[str, str]:
     return {f"theme.{name}.{key}": color for name, colors in themes.items() for key, color in colors.items()}
 
 
-def apply(paths: Sequence[str]) -> None:
-    """Draw the style sheet and the switch (system, light, dark). paths: the address paths of the pages but the first.
+def apply(paths: Sequence[str], headings: Mapping[str, str]) -> None:
+    """Draw the style sheet and the switch (system, light, dark).
+
+    paths: the address paths of the pages but the first. headings: those in the navigation, by the path below them.
 
     Streamlit has a theme menu of its own, but it hides behind three dots, and a choice in it holds only for the address
     path at which the browser came in. The switch stores the choice for all paths.
     """
-    st.html(STYLE)
+    st.html(STYLE + "<style>" + "".join(map(_heading_style, headings.items())) + "</style>")
     with st.container(key="theme-switch", width="content"):
         _switch()(key="theme", data={"paths": ["", *paths]})
+
+
+def _heading_style(heading: tuple[str, str]) -> str:
+    path, text = heading
+    return f'[data-testid="stSidebarNavItems"] > li:has(a[href$="/{path}"])::before {{content: "{text}"}}'
 
 
 def is_dark() -> bool:

@@ -24,13 +24,6 @@ DRAWN = (
     "[...document.querySelectorAll('[data-testid=stPlotlyChart]')].every(e => e.querySelector('.main-svg'))"
 )
 
-# Serious faults in Streamlit's own markup, which we cannot change: (rule, what the element's HTML begins with).
-# Its navigation puts a heading for screen readers and lists of its own between a list and its items.
-FAULTS_OF_STREAMLIT = (
-    ("list", '<ul data-testid="stSidebarNavItems"'),
-    ("listitem", '<li class="st-emotion-cache-'),
-)
-
 
 @contextmanager
 def serving(root: Path) -> Iterator[str]:
@@ -116,19 +109,14 @@ def fits(page: "Page") -> bool:
 
 
 def serious_faults(page: "Page") -> list[str]:
-    """What axe-core calls serious or critical, except for `FAULTS_OF_STREAMLIT`."""
+    """What axe-core calls serious or critical."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed").Axe()
     # Preloading asks again for the style sheets, which pages opened as files refuse with an error on the console. It
     # serves one rule of no weight here, about locked orientation.
     options = {"resultTypes": ["violations"], "preload": False}
-    found = [
-        (rule["id"], node["html"])
+    return [
+        f"{rule['id']}: {node['html']}"
         for rule in axe.run(page, options=options).response["violations"]
         if rule["impact"] in ("serious", "critical")
         for node in rule["nodes"]
-    ]
-    return [
-        f"{rule}: {html}"
-        for rule, html in found
-        if not any(rule == known and html.startswith(start) for known, start in FAULTS_OF_STREAMLIT)
     ]

@@ -28,6 +28,8 @@ OPENED_ELSEWHERE = (
     "claims",
     "planner",
 )
+# Tests that open the other pages by default check them too.
+CHECKED_AFTER_A_CLICK = ("report", "metrics", "trade_offs", "tables")
 NAMES = [
     pytest.param(spec.name, marks=[pytest.mark.full] if spec.name in OPENED_ELSEWHERE else [])
     for spec in PAGES
@@ -55,6 +57,8 @@ def test_every_page_opens_by_a_click(browser: "Browser", address: str) -> None:
         page.locator('[data-testid="stSidebarNav"]').get_by_role("link", name=spec.title, exact=True).click()
         page.wait_for_function("title => document.title === title", arg=f"{spec.title} · deskside")
         settled(page)  # nothing on the console, and every request answered
+        if spec.name in CHECKED_AFTER_A_CLICK:
+            assert serious_faults(page) == [], spec.name
     page.close()
 
 
