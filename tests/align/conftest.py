@@ -1,4 +1,6 @@
-"""One thread for runs in this process, and models that several files begin with."""
+"""Fixtures of the alignment tests: one thread for runs in this process, and
+the models that several files start from.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +14,7 @@ from tests.align import tiny
 
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> Iterator[None]:
-    """The last bits of a sum depend on how many threads share it."""
+    """Run with one thread, because the last bits of a sum depend on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -21,14 +23,15 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that knows nothing."""
+    """An untrained model."""
     return tiny.model(tmp_path_factory.mktemp("models") / "base")
 
 
 @pytest.fixture(scope="session")
 def taught(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of `deskside sft`: it answers with the digit that follows the one in the question, and in 8 of 100 cases
-    with that digit itself."""
+    """A run of `deskside sft`. It answers with the digit after the one in the question,
+    and in 8 of 100 cases with the same digit.
+    """
     folder = tmp_path_factory.mktemp("taught")
     data = tiny.jsonl(folder / "chats.jsonl", tiny.mostly_wrong())
     argv = [str(base), "--data", str(data), "--data.path", str(folder / "prepared"), "--runs", str(folder)]

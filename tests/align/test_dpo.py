@@ -1,4 +1,4 @@
-"""DPO: pairs in rows against transformers on each text alone, the run, and what happens when it is stopped."""
+"""Tests of DPO: pairs packed into rows against transformers on each text alone, whole runs, and interrupted runs."""
 
 import json
 from pathlib import Path
@@ -157,7 +157,7 @@ def test_a_run_learns_what_is_preferred(
     assert last["loss"] < 0.4
     assert "val_bpb" not in first
     assert [s["before"] for s in summary["samples"]]
-    # The run's data are pairs: no bits per byte of them, whichever command asks.
+    # The run's data are pairs, so no command measures bits per byte on them.
     found = tiny.evaluated(run, tmp_path, capsys)
     assert found["bpb"] is None and found["tasks"]["svamp"]["n"] == 4
     for options in ([], ["--data", str(tmp_path / "whole-data")]):
@@ -168,7 +168,7 @@ def test_a_run_learns_what_is_preferred(
 def test_killed_and_resumed_is_the_same_run(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the middle, and before the first checkpoint."""
+    """The run is killed in the middle, and before its first checkpoint."""
     straight = train(tmp_path, base, "straight", "--schedule.steps", "8")
     for step in (6, 0):
         run = f"killed-{step}"
@@ -186,7 +186,7 @@ def test_killed_and_resumed_is_the_same_run(
 def test_without_a_reference_nothing_is_computed_before_the_first_step(
     loss: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run learns, and killed and resumed it is the same run."""
+    """The run learns, and a killed and resumed run equals one that was not interrupted."""
     more = ("--schedule.steps", "12", "--align.loss", loss)
     straight = train(tmp_path, base, "straight", *more)
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""Alignment of a mixture of experts: the load-balancing loss is in it, and sampling sees every update of an expert."""
+"""Alignment of a mixture of experts: the balancing loss is included, and sampling sees every update of an expert."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -81,11 +81,13 @@ def router_gradients(
         patch.setattr(Stepper, "forward_backward", forward_backward)
         more = ("--model.router_aux_loss_coef", str(coefficient), "--optim.name", "adamw")
         run(command, published, folder, f"{command}-{coefficient}", *more, "--schedule.steps", "1")
-    return *found[-1], before  # the first ones are dry
+    return *found[-1], before  # the first calls are dry steps
 
 
 def documents_mask(batch: Batch) -> Tensor:
-    """(B, 1, T, T): zero where a token attends, else the lowest number; documents in a row do not see each other."""
+    """Return a (B, 1, T, T) mask: zero where a token attends, otherwise the lowest number.
+    Documents in a row do not see each other.
+    """
     B, T = batch.tokens_BT.shape
     assert batch.cu_seqlens is not None
     document = torch.searchsorted(batch.cu_seqlens, torch.arange(B * T), right=True).view(B, T)
@@ -99,7 +101,9 @@ def documents_mask(batch: Batch) -> Tensor:
 def test_the_balancing_loss_has_the_weight_of_the_configuration(
     command: str, published: Path, tmp_path: Path
 ) -> None:
-    """What the coefficient adds to the routers' gradients is its product with transformers' gradients of that loss."""
+    """The coefficient times transformers' gradients of the balancing loss is what
+    it adds to the routers' gradients.
+    """
     folders = [tmp_path / name for name in ("with", "without")]
     for folder in folders:
         folder.mkdir()
@@ -141,7 +145,7 @@ def test_sampling_sees_every_update_of_the_experts(
 
     monkeypatch.setattr(Sampler, "update_weights", update_weights)
     more = ("--adapter.rank", "4") if adapted else ()
-    reward = tmp_path / "reward.py"  # random weights answer nothing right, but long and short
+    reward = tmp_path / "reward.py"  # random weights give no right answer, but answers of different lengths
     reward.write_text("def length(prompt, completion, answer):\n    return float(len(completion))\n")
     more = (*more, "--align.reward", f"{reward}:length", "--schedule.steps", "4")
     run("grpo", published, tmp_path, "synced", *more)

@@ -1,4 +1,4 @@
-"""GRPO: the run on a task that it can learn, what it logs, and what happens when it is stopped."""
+"""Tests of GRPO: a run on a task that it can learn, its log, and interrupted runs."""
 
 import json
 from pathlib import Path
@@ -75,7 +75,7 @@ def test_the_reward_rises_from_below_a_tenth_to_above_six_tenths(
     assert summary["before"]["val_reward"] < 0.1
     assert summary["val_reward"] > 0.6
     assert sum(row["reward"] for row in rows[-5:]) / 5 > 0.6
-    # The engine's probabilities are those of training: nothing is clipped, and nothing drifts within a step.
+    # The engine's probabilities equal those of training, so nothing is clipped and nothing drifts within a step.
     assert all(row["clipped"] == 0 and abs(row["drift"]) < 1e-6 for row in rows)
     lines = said(run)
     assert [line["position"] for line in lines] == list(range(40 * 16 * 8))
@@ -99,7 +99,9 @@ def test_the_reward_rises_from_below_a_tenth_to_above_six_tenths(
 def test_killed_and_resumed_is_the_same_run(
     options: tuple[str, ...], taught: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Checkpoints after each second step; with four steps to a round of sampling, that is in the middle of a round."""
+    """A checkpoint is written every second step. A round of sampling has four
+    steps, so the kill comes within a round.
+    """
     more = ("--schedule.steps", "10", "--questions", "4", "--align.group", "4", *options)
     straight = train(tmp_path, taught, "straight", *more)
     for step in (8, 0):
@@ -115,7 +117,7 @@ def test_killed_and_resumed_is_the_same_run(
     assert (tmp_path / "killed" / "rollouts.md").read_text() == (straight / "rollouts.md").read_text()
     rows = tiny.metrics(straight)
     if options:
-        assert any(row["drift"] > 1e-6 for row in rows)  # the second step of a round is off its policy
+        assert any(row["drift"] > 1e-6 for row in rows)  # the second step of a round is off-policy
     assert all(("kl" in row) == ("--align.kl" in options) for row in rows)
     if "--align.kl" in options:
         assert rows[0]["kl"] == pytest.approx(0, abs=1e-6)
@@ -203,7 +205,7 @@ def test_new_weights_give_other_answers(taught: Path, base: Path) -> None:
 def test_new_adapters_reach_the_copy_without_a_second_one(
     taught: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a card the engine's cache has taken the memory that another copy would need."""
+    """On a GPU, the engine's cache has taken the memory that a second copy would need."""
     model = load_model(str(taught)).model
     attach(model, AdapterConfig(rank=4), 0)
     sampler = Sampler(model, True, 4, 64, frozenset())
@@ -226,7 +228,7 @@ def test_new_adapters_reach_the_copy_without_a_second_one(
 
 
 def test_the_rehearsal_decodes_all_rows_at_once_until_a_graph_would_be_captured(taught: Path) -> None:
-    """40 prompts of 254 tokens take several steps, and are more than one step computes."""
+    """40 prompts of 254 tokens need several steps, because they exceed the tokens of one step."""
     sampler = Sampler(load_model(str(taught)).model, False, 40, 256, frozenset())
     decode, lanes = sampler.engine._decode, list[int]()
 
@@ -262,7 +264,7 @@ def test_the_reference_is_there_before_the_sampler_takes_what_memory_is_left(
 
 
 class Card:
-    """The numbers of a card's allocator, for code that asks torch for them."""
+    """A CUDA allocator's numbers, for code that asks torch for them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, total: int, reserved: int, allocated: int):
         self.reserved, self.allocated, self.segments = reserved, allocated, list[dict[str, Any]]()
@@ -280,7 +282,7 @@ class Card:
 def test_answers_get_what_training_and_the_copies_leave(
     taught: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Copies lie in memory that training has given back, and will want again: they are not free of charge."""
+    """The copies reuse memory that training has freed but will need again, so they must be counted."""
     model = load_model(str(taught)).model
     Card(monkeypatch, total=100 << 20, reserved=60 << 20, allocated=20 << 20)
     headroom = MemoryHeadroom.measure(torch.device("cuda"))
@@ -291,8 +293,8 @@ def test_answers_get_what_training_and_the_copies_leave(
     weights = sum(p.nbytes for p in model.parameters())
     assert headroom.after_allocating(model).free == headroom.free - weights
     answer = 64 * model.kv_bytes_per_token(torch.float32)
-    drawn = SAMPLING_BYTES * model.config.vocab_size  # a graph of 4 lanes is used for 3
-    prompts = prefill_bytes(model.config, 4, 256)  # a graph of 256 tokens is used for 192
+    drawn = SAMPLING_BYTES * model.config.vocab_size  # a request for 3 lanes uses the graph of 4
+    prompts = prefill_bytes(model.config, 4, 256)  # a request for 192 tokens uses the graph of 256
     free = weights + (3 * answer + 4 * drawn + prompts) / KV_CACHE_SHARE
 
     def rows(free: float) -> int:
@@ -302,7 +304,7 @@ def test_answers_get_what_training_and_the_copies_leave(
     with pytest.raises(
         RunError, match=r"training leaves \d+ MiB for sampling, and one answer of 64 tokens needs \d+; give"
     ):
-        rows(weights + answer / KV_CACHE_SHARE)  # and nothing for the graphs
+        rows(weights + answer / KV_CACHE_SHARE)  # no memory is reserved for graphs
 
 
 @pytest.mark.parametrize("kl", [0.0, 0.1])
@@ -334,7 +336,7 @@ def test_training_must_have_its_room_beside_the_graphs(taught: Path, monkeypatch
 
 
 def test_what_a_row_draws_with_is_counted(taught: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the logits, in 16 bits; random numbers are made by one kernel there, 4 bytes each."""
+    """Counts the logits in 16 bits and, since one kernel draws the random numbers on a GPU, 4 bytes for each logit."""
     rows, V = 16, 20000
     logits = torch.randn(rows, V).bfloat16()
     settings = SamplingTensors.of([ANY_TEMPERATURE] * rows, list(range(rows)), torch.device("cpu"))
@@ -360,7 +362,7 @@ def test_no_memory_for_sampling_is_one_line(taught: Path, monkeypatch: pytest.Mo
 def test_a_run_with_adapters_is_asked_where_it_was_trained(
     taught: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Merged into a model of their own they lie on the host, which would be slow to answer."""
+    """The adapters are used unmerged. A merged model would be on the host, where it answers slowly."""
     asked: list[bool] = []
 
     def noted(model: Transformer, *rest: Any) -> Any:
@@ -496,7 +498,7 @@ def test_the_log_forgets_and_finds_and_refuses_damage(tmp_path: Path) -> None:
 
 def test_questions_hold_a_system_message_and_copies_stand_on_one_side(base: Path, tmp_path: Path) -> None:
     chat_template.make_chat_tokenizer(base, tmp_path / "tokenizer", None)
-    # A line separator of Unicode is no end of a line.
+    # A Unicode line separator does not end a line.
     rows: list[dict[str, Any]] = [{"prompt": f"q{n % 40}\u2028", "answer": n % 40} for n in range(120)]
     rows.append(
         {"prompt": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}], "answer": "x"}

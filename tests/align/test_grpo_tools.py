@@ -1,4 +1,4 @@
-"""Runs of GRPO whose answers call tools: what is logged and rewarded, and what happens when they are stopped."""
+"""GRPO runs whose answers call tools: their logs, their rewards, and interrupted runs."""
 
 import json
 from pathlib import Path
@@ -60,7 +60,9 @@ KEYS = (
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of `deskside sft`: a model that mostly calls `count`, and then says what it got, or one of two digits."""
+    """A run of `deskside sft` whose model usually calls `count` and then repeats the
+    result, or answers with one of two digits.
+    """
     folder = tmp_path_factory.mktemp("caller")
     text = [CALL + json.dumps(SCHEMA) + "user assistant tool system how many 5 6 7 8 \n"] * 20
     model = tiny.model(folder / "model", text=text, tokens=330)
@@ -115,7 +117,7 @@ def test_a_run_with_tools_is_rewarded_for_its_last_turn(caller: Path, tmp_path: 
     assert len(calling) >= 8
     right = [line for line in calling if line["reward"]]
     assert right and all(line["text"].endswith("7") and "tool" in line["text"] for line in right)
-    # The results are no tokens of the model's: its own calls and answers are.
+    # Tool results do not count as the model's tokens; its calls and answers do.
     assert all(row["answer_tokens"] < 64 for row in rows)
     per_step = 16
     for n, row in enumerate(rows):
@@ -123,7 +125,7 @@ def test_a_run_with_tools_is_rewarded_for_its_last_turn(caller: Path, tmp_path: 
         assert row["tool_calls"] == pytest.approx(sum(line["tool_calls"] for line in part) / per_step)
         assert row["tool_failures"] == 0
         assert sum(line["tokens"] for line in part) / per_step >= row["answer_tokens"]
-        # Log-probabilities of the engine are those of training, also after a result.
+        # The engine's log-probabilities equal those of training, also after a tool result.
         assert abs(row["drift"]) < 1e-5 and row["clipped"] == 0
     assert (run / "tools.py").read_text() == TOOL
 
@@ -132,7 +134,7 @@ def test_a_run_with_tools_is_rewarded_for_its_last_turn(caller: Path, tmp_path: 
 def test_killed_and_resumed_is_the_same_run(
     caller: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the middle of a round of sampling, whose answers with their masks are read from the log."""
+    """The kill comes within a round of sampling, so the answers and their masks are read from the log."""
     more = ("--schedule.steps", "6", "--align.steps_per_rollout", "4", "--align.tool_turns", "1")
     assert main(arguments(tmp_path, caller, "straight", *more)) == 0
     with monkeypatch.context() as patch:

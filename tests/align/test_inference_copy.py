@@ -1,4 +1,4 @@
-"""The copy to generate with: the same numbers as the model that is trained, and up to date when it is told."""
+"""The copy used for generation computes the same numbers as the trained model, and follows its updates."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -22,7 +22,7 @@ TOKENS = torch.arange(24).view(2, 12)
 @pytest.mark.parametrize("recipe", ["fp32", "bf16"])
 @torch.no_grad()
 def test_the_copy_computes_what_the_model_does(name: str, recipe: str) -> None:
-    """Also in BF16, where the model casts its float32 weights at every use: to the last bit."""
+    """Outputs are bitwise equal, also in BF16, where the model casts its float32 weights at every use."""
     model = make(**VARIANTS[name])
     convert(model, recipe)
     copy = inference_copy(model)
@@ -39,7 +39,7 @@ def test_the_copy_computes_what_the_model_does(name: str, recipe: str) -> None:
 
 
 class InHalf(TorchDispatchMode):
-    """Refuses a float32 tensor of the shape of one of the given weights."""
+    """Refuses to create a float32 tensor with the shape of one of the given weights."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class InHalf(TorchDispatchMode):
 
 
 def test_the_copy_never_takes_the_memory_of_float32() -> None:
-    """It is made beside training, on a card that training fills."""
+    """The copy is made while training already fills the GPU."""
     model = make()
     convert(model, "bf16")
     with InHalf(model.parameters()):

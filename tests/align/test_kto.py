@@ -1,4 +1,4 @@
-"""KTO: answers to other questions, the estimate of the KL divergence, the run, and what happens when it is stopped."""
+"""Tests of KTO: mismatched answers, the estimate of the KL divergence, whole runs, and interrupted runs."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ KEYS = ("step", "loss", "grad_norm", "chosen_reward", "rejected_reward", "margin
 
 
 def labelled(count: int) -> list[dict[str, Any]]:
-    """Two answers to each question; good ones begin with yes."""
+    """Return two answers to each question. The good ones begin with "yes"."""
     rows = []
     for pair in tiny.pairs(count // 2):
         rows.append({"prompt": pair["prompt"], "completion": pair["chosen"], "label": True})
@@ -68,7 +68,7 @@ def test_most_answers_may_be_to_one_question_but_not_all() -> None:
     questions = [b"a", b"a", b"b", b"a", b"c", b"a", b"a"]
     other = answers_to_others(questions, "train")
     assert all(questions[i] != questions[j] for i, j in enumerate(other))
-    assert set(other[[0, 1, 3, 5, 6]].tolist()) == {2, 4}  # both are used
+    assert set(other[[0, 1, 3, 5, 6]].tolist()) == {2, 4}  # both labels are used
     with pytest.raises(UsageError, match="all 3 answers of the val split"):
         answers_to_others([b"a"] * 3, "val")
 
@@ -104,7 +104,7 @@ def test_texts_are_questions_with_their_own_and_with_other_answers(length: int, 
 
 
 def test_a_step_is_that_of_transformers_on_each_text_alone(prepared: Path, base: Path) -> None:
-    """The loss with its estimate of the KL divergence, in passes of one row and of two."""
+    """The loss and its estimate of the KL divergence are the same in passes of one row and of two rows."""
     config = RunConfig.model_validate(
         {"align": {"name": "kto"}, "data": {"document_mask": True}, "model": {"vocab_size": 320}}
     )

@@ -1,4 +1,4 @@
-"""Log-probabilities in chunks against log_softmax in float64, gradients included."""
+"""Log-probabilities computed in chunks, compared with log_softmax in float64, gradients included."""
 
 from typing import Any
 
@@ -43,7 +43,9 @@ def test_values_and_gradients(softcap: float | None, temperature: float, chunk: 
 
 @pytest.mark.parametrize("trained", [True, False], ids=["weight trains", "weight is frozen"])
 def test_six_bytes_for_each_logit_of_a_chunk(trained: bool) -> None:
-    """In 16 bits: the product beside its float32 form, or that beside its gradient; nothing lives on to the next."""
+    """In 16 bits, a chunk holds its logits and their float32 form, or that form and its
+    gradient. Nothing survives until the next chunk.
+    """
     chunk, V = 64, 4096
     hidden = torch.randn(4 * chunk, 8).bfloat16().requires_grad_()
     weight = torch.randn(V, 8).bfloat16().requires_grad_(trained)
@@ -54,7 +56,7 @@ def test_six_bytes_for_each_logit_of_a_chunk(trained: bool) -> None:
         forward = live.peak - before
         found.sum().backward()
         backward = live.peak - before
-    beside = 0.1 * chunk * V + (4 * V * 8 + 2 * V * 8) * trained  # of the weight's gradient: two forms
+    beside = 0.1 * chunk * V + (4 * V * 8 + 2 * V * 8) * trained  # the weight gradient, in two formats
     assert 4 * chunk * V <= forward <= 6 * chunk * V
     assert 6 * chunk * V <= backward <= 6 * chunk * V + beside
 
@@ -98,7 +100,7 @@ def test_no_tokens_at_all() -> None:
 
 
 class Noted(TorchDispatchMode):
-    """Names of the operators that run."""
+    """Records the names of the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,13 +112,15 @@ class Noted(TorchDispatchMode):
 
 
 def test_by_sequence_asks_the_device_nothing() -> None:
-    """What has as many results as a mask has True waits for the device, forward or backward."""
+    """No operator is used whose output size depends on the mask, because it would
+    wait for the device in forward or backward.
+    """
     values, mask = torch.arange(3.0, requires_grad=True), torch.tensor([[True, True], [True, False]])
     with Noted() as noted:
         pad_sequences(values, mask).sum().backward()
     waits = ("masked_select", "masked_scatter", "nonzero", "aten::index.Tensor", "local_scalar", "item")
     assert not [name for name in noted.names if any(word in name for word in waits)]
-    assert "aten::index_add" in "".join(noted.names), noted.names  # the backward was seen
+    assert "aten::index_add" in "".join(noted.names), noted.names  # the backward pass was recorded too
 
 
 def test_by_sequence_of_nothing() -> None:

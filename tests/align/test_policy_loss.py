@@ -1,4 +1,4 @@
-"""The GRPO objective against TRL's GRPOTrainer on the same logits."""
+"""The GRPO objective, compared with TRL's GRPOTrainer on the same logits."""
 
 import itertools
 from types import SimpleNamespace
@@ -71,7 +71,7 @@ def test_as_trl_computes_it(average: str, ratio: str, kl: float, clip: tuple[flo
     ("average", "ratio"), [*itertools.product(AVERAGES, ["token"]), ("sequence", "sequence")]
 )
 def test_results_of_tools_are_masked_as_trl_does(average: Any, ratio: Any) -> None:
-    """In our batches, the tokens of results are not scored at all."""
+    """Our batches do not score the tokens of tool results at all."""
     logits, tokens, mask, advantage, sampled, reference = made(0.3)
     tool_mask = torch.rand(S, L, generator=torch.Generator().manual_seed(9)) < 0.6
     tool_mask[:, 0] = True

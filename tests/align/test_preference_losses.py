@@ -1,4 +1,4 @@
-"""Losses of preferences against TRL's trainers of DPO, CPO, ORPO and KTO on the same logits."""
+"""Preference losses, compared with TRL's DPO, CPO, ORPO and KTO trainers on the same logits."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def made() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def ours(logits: Tensor, reference: Tensor, tokens: Tensor, mask: Tensor, **options: Any) -> Any:
     def paired(of: Tensor) -> Tensor:
-        """TRL has all chosen answers before all rejected ones."""
+        """Reorder the rows as TRL expects them: all chosen answers before all rejected ones."""
         return of.view(2, -1).T.flatten()
 
     def summed(of: Tensor) -> Tensor:
@@ -91,7 +91,9 @@ REFERENCE_FREE = [
 def test_a_reference_free_step_is_trl_s(
     options: dict[str, Any], passes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The objective's whole loss of a step, in one pass or in one pass per pair, with the likelihood of the answers."""
+    """The objective's whole loss of a step, likelihood of the answers included,
+    in one pass and in one pass per pair.
+    """
     logits, _, tokens, mask = made()
     real = (torch.arange(T) <= (mask * torch.arange(T)).amax(1, keepdim=True)).long()
     config = DpoConfig(**options)
@@ -103,7 +105,7 @@ def test_a_reference_free_step_is_trl_s(
 
     objective = Dpo(config)
     texts = [TokenizedText(tokens[b, : int(real[b].sum())].numpy(), int(mask[b].argmax())) for b in range(B)]
-    pairs = [[0, 3], [1, 4], [2, 5]]  # TRL has all chosen answers before all rejected ones
+    pairs = [[0, 3], [1, 4], [2, 5]]  # TRL puts all chosen answers before all rejected ones
     rows = FewTexts([texts[b] for pair in pairs for b in pair])
     steps = rows.step_counts(objective)
     total = torch.zeros(())
@@ -137,7 +139,7 @@ def test_a_reference_free_step_is_trl_s(
 
 
 class FewTexts:
-    """What `Dpo` reads of its rows: texts 2p and 2p + 1 of pair p."""
+    """The part of a data set that `Dpo` reads: texts 2p and 2p + 1 belong to pair p."""
 
     def __init__(self, texts: list[TokenizedText]):
         self.texts = texts
@@ -166,7 +168,7 @@ def test_a_certain_answer_has_a_finite_odds_ratio() -> None:
 @pytest.mark.parametrize("weights", [(1.0, 1.0), (1.5, 0.7)])
 @pytest.mark.parametrize("shift", [1.0, -1.0])
 def test_kto_as_trl_computes_it(weights: tuple[float, float], shift: float) -> None:
-    """shift: sign of the estimate of the KL divergence; a negative one counts as 0."""
+    """`shift` is the sign of the estimate of the KL divergence. A negative estimate counts as 0."""
     logits, reference, tokens, mask = made()
     label = torch.tensor([True, False, True, True, False, False])
     kl_reference = torch.randn(B, generator=torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""Pairs and questions that several processes prepare."""
+"""Preparation of pairs and questions by several processes."""
 
 import json
 from functools import partial
@@ -23,7 +23,7 @@ from tests.data.chat.tricky import ASK, PUNE, WEATHER, assistant, call, calling,
 def test_the_same_from_one_process_and_from_several(
     kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the last byte, with one that cannot be used."""
+    """The output is identical to the last byte, also with a record that cannot be used."""
     tokenizer = chat_tokenizer.make(tmp_path / "tokenizer")
     rows = [{**pair, "answer": n} for n, pair in enumerate(tiny.pairs(60))]
     rows.insert(30, {**rows[0], "prompt": 7})
@@ -46,7 +46,7 @@ def test_the_same_from_one_process_and_from_several(
 
 
 def test_a_question_is_in_one_split_only(tmp_path: Path) -> None:
-    """Also if there are so few pairs that the last question is held out by force."""
+    """Holds also if there are so few pairs that the last question must be held out."""
     tokenizer = chat_tokenizer.make(tmp_path / "tokenizer")
     rows = [
         {**pair, "prompt": prompt} for pair, prompt in zip(tiny.pairs(3), ("one", "two", "two"), strict=True)
@@ -91,7 +91,7 @@ def test_the_kind_of_another_folder_is_named(tmp_path: Path) -> None:
 
 
 def test_questions_and_answers_with_tools_are_as_in_a_chat(tmp_path: Path) -> None:
-    """The tokens of a question are the prompt that transformers gives; earlier reasoning is left out as in a chat."""
+    """The tokens of a question equal transformers' prompt. Earlier reasoning is left out, as in a chat."""
     utils = pytest.importorskip("trl.chat_template_utils")
     tokenizer = chat_tokenizer.make(tmp_path / "tokenizer", utils.qwen3_chat_template)
     theirs = AutoTokenizer.from_pretrained(tokenizer)

@@ -1,4 +1,4 @@
-"""Fine-tuning that continues the adapters of a PEFT directory, on the command line."""
+"""Fine-tuning on the command line that continues the adapters of a PEFT directory."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ ADAPTER = {
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a run, conversations, and adapters of that run, trained a little."""
+    """A folder with a run, conversations, and briefly trained adapters of that run."""
     make(tmp_path)
     monkeypatch.chdir(tmp_path)
     chats = [
@@ -56,7 +56,7 @@ def tuning(name: str, lr: str) -> list[str]:
 
 
 def test_adapters_are_trained_further(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With a learning rate that changes nothing, the adapters stay what they were."""
+    """With a learning rate that changes nothing, the adapters keep their values."""
     assert main(["sft", "runs/small", "--resume-from", "peft", *tuning("second", "1e-12")]) == 0
     first, second = (load_adapted_run(place / "runs" / name, pytest.fail) for name in ("first", "second"))
     assert second.adapter.model_dump() == first.adapter.model_dump()
@@ -68,7 +68,7 @@ def test_adapters_are_trained_further(place: Path, capsys: pytest.CaptureFixture
     facts = json.loads((place / "runs/second/run.json").read_text())
     assert (facts["adapters"], Path(facts["init"]).name) == ("peft", "small")
     run = RunDirectory.open(place / "runs/second")
-    # For a run that is stopped before its first checkpoint.
+    # Covers a run that is stopped before its first checkpoint.
     again = InitialWeights.recorded(run, run.config())
     assert again is not None and again.adapters is not None
     assert again.adapters.folder.resolve() == place / "peft"
@@ -78,7 +78,7 @@ def test_adapters_are_trained_further(place: Path, capsys: pytest.CaptureFixture
     assert "--adapter.rank" in capsys.readouterr().err
     assert main(["sft", "--resume-from", "runs/small", *tuning("third", "1e-3")]) == 2
     assert not (place / "runs/third").exists()
-    # The directory as the model: merged, and all weights train.
+    # With the directory as the model, the adapters are merged and all weights train.
     file = place / "peft/adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": "runs/small"}))
     assert main(["sft", "peft", *tuning("merged", "1e-4")]) == 0

@@ -1,4 +1,4 @@
-"""Rewards from a server: what is sent, what is accepted, and what a run does when the server is gone."""
+"""Rewards from a server: requests, accepted answers, and what a run does when the server is gone."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ CASES = [RewardCase("3 + 4?", "7", "7", {"level": 1}), RewardCase("ü?", "no", "
 
 
 class Server:
-    """A server on this machine that answers with `answer` and keeps the requests."""
+    """A local HTTP server that answers with `answer` and records the requests."""
 
     def __init__(self, answer: Answer):
         self.answer, self.requests = answer, list[dict[str, Any]]()
@@ -38,7 +38,7 @@ class Server:
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
-                with contextlib.suppress(ConnectionError):  # who asked waits no longer
+                with contextlib.suppress(ConnectionError):  # the client has stopped waiting
                     self.wfile.write(text)
 
             def log_message(self, *_: Any) -> None:
@@ -54,7 +54,7 @@ class Server:
 
 
 def right(body: dict[str, Any]) -> tuple[int, bytes]:
-    """1 for the right number."""
+    """Return 1 for the right number and 0 for any other."""
     pairs = zip(body["completions"], body["columns"]["answer"], strict=True)
     return 200, json.dumps([float(final_number(text) == int(answer)) for text, answer in pairs]).encode()
 
@@ -133,7 +133,7 @@ def arguments(folder: Path, model: Path, name: str, url: str, *more: str) -> lis
 def test_a_run_ends_without_loss_when_the_server_is_gone(
     taught: Path, tmp_path: Path, server: Server, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also between two checkpoints, and in the middle of a round of sampling."""
+    """The server may vanish between two checkpoints and within a round of sampling."""
     more = (
         "--align.columns",
         '["level"]',

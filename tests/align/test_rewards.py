@@ -1,4 +1,4 @@
-"""Rewards: what counts as the final number, and what a person's own function may do."""
+"""Rewards: which number counts as the final answer, and what a user-defined function may do."""
 
 from fractions import Fraction
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`deskside sft`, from a tiny pretrained model to answers: losses, resuming, the deadline, what is typed wrong."""
+"""`deskside sft` from a tiny pretrained model to answers: losses, resuming, the deadline, and mistyped options."""
 
 import itertools
 import json
@@ -40,7 +40,7 @@ MODEL = {**tiny_run.SHAPE, "vocab_size": 384, "hidden_size": 64, "head_dim": 32,
 
 
 def colours() -> list[list[dict[str, str]]]:
-    """Every question with its answer, and pairs of them as conversations of two turns."""
+    """Return every question with its answer, and pairs of them as conversations of two turns."""
     single = [
         [{"role": "user", "content": o.format(a)}, {"role": "assistant", "content": f"The {a} is {c}."}]
         for o in OPENINGS
@@ -59,12 +59,12 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with conversations, and a base model that has seen their words as plain text."""
+    """A folder with conversations and a base model that has seen their words as plain text."""
     folder = tmp_path_factory.mktemp("sft")
     (folder / "chats.jsonl").write_text(
         "".join(json.dumps({"messages": m, "source": "colours"}) + "\n" for m in colours() * 4)
     )
-    # Their questions are asked alone in what is trained on, so what is held out can be learnt.
+    # The training data asks these questions alone, so the held-out conversations can be learned.
     (folder / "held.jsonl").write_text("".join(json.dumps({"messages": m}) + "\n" for m in colours()[-6:]))
     (folder / "text.txt").write_text(
         "\n".join(" ".join(m["content"] for m in c) for c in colours() * 6) + "\n"
@@ -85,7 +85,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_another_shape_than_that_of_the_weights_is_refused(
     name: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Before any data is prepared; it used to train a model that its weights do not belong to."""
+    """It is refused before any data is prepared. It used to train a model that the weights do not fit."""
     with within(place):
         argv = [name, "runs/base", "--data", "nothing-there.jsonl", "--model.rope_theta", "5"]
         assert main(argv) == 2
@@ -109,7 +109,7 @@ def arguments(name: str, *more: str) -> list[str]:
 
 
 def sft(place: Path, name: str, *more: str) -> Path:
-    """A run of the command in this process."""
+    """Run the command in this process."""
     with within(place):
         assert main(arguments(name, *more)) == 0
     return place / "runs" / name
@@ -121,7 +121,7 @@ def finished(place: Path) -> Path:
 
 
 def test_it_learns_to_answer_in_the_template(finished: Path) -> None:
-    """The loss on held-out conversations falls, answers become right ones, and end by themselves."""
+    """The loss on held-out conversations falls, and answers become right and end by themselves."""
     summary = json.loads((finished / "summary.json").read_text())
     assert summary["objective"] == "sft" and summary["val_loss"] < 0.2 * summary["before"]["val_loss"]
     assert plan(finished)["before"] == summary["before"]
@@ -142,7 +142,7 @@ def test_the_report_says_before_and_after(finished: Path) -> None:
 
 
 def test_transformers_answers_the_same(finished: Path) -> None:
-    """The exported model is complete: template, tokens that end an answer, and weights."""
+    """The exported model is complete: chat template, tokens that end an answer, and weights."""
     coder = AutoTokenizer.from_pretrained(finished / "model")
     model = AutoModelForCausalLM.from_pretrained(finished / "model")
     messages = [{"role": "user", "content": "The sun is what colour?"}]
@@ -154,7 +154,9 @@ def test_transformers_answers_the_same(finished: Path) -> None:
 
 
 def test_the_loss_is_that_of_transformers(finished: Path) -> None:
-    """Of packed rows against each conversation by itself, with labels -100 where no assistant speaks."""
+    """The loss of packed rows equals transformers' loss of each conversation alone, with
+    label -100 outside the assistant's turns.
+    """
     dataset = Sft().open(*opened(finished))
     model = AutoModelForCausalLM.from_pretrained(finished / "model")
     coder = AutoTokenizer.from_pretrained(finished / "model")
@@ -176,7 +178,7 @@ def test_the_loss_is_that_of_transformers(finished: Path) -> None:
         context = AttentionContext(cu_seqlens=batch.cu_seqlens, max_seqlen=batch.tokens_BT.shape[1])
         ours += float(mine.loss(batch.tokens_BT, batch.targets_BT, context, positions_BT=batch.positions_BT))
     assert counted == dataset.num_tokens
-    # Float32 gives the loss of a token to about 1e-6, and after this training it is only 0.004 nats.
+    # Float32 computes a token's loss to about 1e-6, and after this training the loss is only 0.004 nats.
     expected = pytest.approx(theirs, rel=1e-5, abs=1e-6 * counted)
     assert ours == expected
     found = evaluate_dataset(mine, dataset, micro_rows=2, document_mask=True)
@@ -196,7 +198,8 @@ def test_conversations_in_one_row_do_not_see_each_other(finished: Path) -> None:
     """The losses of packed rows are those of rows with one conversation each."""
     dataset = Sft().open(*opened(finished))
     model = load_model(finished).model
-    assert int((dataset.rows_by_number(np.array([0])).positions == 0).sum()) > 1  # there is something to see
+    # several conversations share a row
+    assert int((dataset.rows_by_number(np.array([0])).positions == 0).sum()) > 1
     packed, alone = 0.0, 0.0
     for batch in validation_batches(dataset, 1):
         context = AttentionContext(cu_seqlens=batch.cu_seqlens, max_seqlen=batch.tokens_BT.shape[1])
@@ -220,7 +223,7 @@ def test_a_killed_run_goes_on_exactly(place: Path, tmp_path: Path) -> None:
         kill_at_step(run, 18, lambda: child.kill(signal.SIGKILL), child.alive)
         child.wait()
         assert not (run / "summary.json").exists()
-        assert main(["train", "--resume", str(run)]) == 0  # finds the objective by itself
+        assert main(["train", "--resume", str(run)]) == 0  # the objective is recognised without an option
     assert curve(run) == curve(whole)
     a, b = (json.loads((r / "summary.json").read_text()) for r in (run, whole))
     assert a["val_loss"] == b["val_loss"] and a["before"] == b["before"] and a["samples"] == b["samples"]
@@ -235,7 +238,9 @@ def test_a_killed_run_goes_on_exactly(place: Path, tmp_path: Path) -> None:
 def test_killed_before_the_first_checkpoint_it_starts_over(
     adapter: tuple[str, ...], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before it has a plan, and between the plan and the checkpoint; new chat tokens begin as they did."""
+    """The kill comes before the plan, or between the plan and the first checkpoint. New
+    chat tokens get the same initial values.
+    """
     more = ["--schedule.steps", "3", "--batch.tokens", "512", "--evaluate.every", "none", *adapter]
     kind = f"early{len(adapter)}"
     whole = sft(place, f"{kind}-straight", *more)
@@ -247,7 +252,7 @@ def test_killed_before_the_first_checkpoint_it_starts_over(
         with monkeypatch.context() as patch, within(place), pytest.raises(tiny.Killed):
             if when == "planning":
                 patch.setattr(BatchSizeFinder, "find", killed)
-                # A killed process removes nothing.
+                # A killed process cannot clean up.
                 patch.setattr(training_run, "shutil", SimpleNamespace(rmtree=lambda *_, **__: None))
             else:
                 tiny.kill_at(patch, 0)
@@ -304,13 +309,13 @@ def test_prepared_conversations_are_used_again(place: Path, capsys: pytest.Captu
     assert sorted(p.name for p in (place / "data").iterdir()) == before
     error = capsys.readouterr().err
     assert "render:" not in error
-    # The user is told where it is.
+    # The user is told where the run is.
     assert sum(f"data/{name} " in error.replace(";", " ") for name in before) == 1
 
 
 @pytest.mark.full
 def test_two_processes_train_as_one(place: Path, tmp_path: Path) -> None:
-    """One of them prepares the conversations, the other waits; the loss is that of one process."""
+    """One process prepares the conversations while the other waits. The loss equals that of one process."""
     more = [
         "--schedule.steps",
         "6",
@@ -345,7 +350,7 @@ def test_two_processes_train_as_one(place: Path, tmp_path: Path) -> None:
     ],
 )
 def test_published_checkpoints(family: str, adapted: bool, place: Path, tmp_path: Path) -> None:
-    """A Hugging Face model whose tokenizer knows no turns gains tokens for them, trains, and is exported whole."""
+    """A Hugging Face model whose tokenizer lacks chat tokens gains them, trains, and is exported completely."""
     shape = {"qwen3": Qwen3Config, "llama": LlamaConfig, "qwen3_moe": Qwen3MoeConfig}[family]
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     config = shape(
@@ -376,23 +381,23 @@ def test_published_checkpoints(family: str, adapted: bool, place: Path, tmp_path
         assert main(["sft", str(source), *argv[2:]]) == 0
     run = place / "runs" / f"{family}-{adapted}"
     summary = json.loads((run / "summary.json").read_text())
-    share = 0.95 if adapted else 0.8  # random weights that are frozen leave little to learn
+    share = 0.95 if adapted else 0.8  # frozen random weights leave little to learn
     assert summary["val_loss"] < share * summary["before"]["val_loss"]
     theirs, ids = (
         AutoModelForCausalLM.from_pretrained(run / "model"),
         AutoTokenizer.from_pretrained(run / "model"),
     )
-    assert theirs.config.vocab_size == 320  # 301 and two more, to the next multiple of 64
+    assert theirs.config.vocab_size == 320  # 301 tokens and two new ones, rounded up to a multiple of 64
     new = ids.convert_tokens_to_ids(list(tokenizer.CHAT_TOKENS))
     assert new == [301, 302] and new[1] in theirs.generation_config.eos_token_id
     old = model.get_input_embeddings().weight.detach().mean(0)
     now = theirs.get_input_embeddings().weight.detach()
-    if adapted:  # else the softmax moves every row
+    if adapted:  # otherwise the softmax changes every row
         assert torch.allclose(now[310], old, atol=1e-5)
     assert (now[new] - old).abs().max() > 1e-3  # the new tokens were trained
 
 
-# What a person types wrong
+# Mistakes on the command line
 
 
 @pytest.mark.parametrize(
@@ -444,7 +449,7 @@ def test_mistakes_are_one_line(
 
 
 def test_an_objective_belongs_to_its_command(place: Path) -> None:
-    """A configuration of sft is not quietly pretrained on."""
+    """`train` refuses a configuration for `sft` instead of pretraining with it."""
     config = tiny_run.config(
         place / "text",
         model=MODEL,

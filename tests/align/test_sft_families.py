@@ -1,4 +1,4 @@
-"""Every family on the command line: sft of all weights and of adapters, and export to the same architecture."""
+"""Every model family on the command line: full fine-tuning, adapters, and export to the same architecture."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Runs of limited length whose set-up alone would take longer: they end on time, or are refused at once.
+"""Runs whose time limit is shorter than their set-up would take: they end on time, or are refused at once.
 
-Time is virtual (`Slow`), so nothing depends on this machine's speed.
+Time is virtual (`Slow`), so nothing depends on the speed of this machine.
 """
 
 import json
@@ -27,7 +27,7 @@ from tests.align import tiny
 
 
 class Slow:
-    """A clock for `time.perf_counter` that rows of steps, rows of passes and sampled tokens move on."""
+    """A replacement for `time.perf_counter` that advances with rows of steps, rows of passes and sampled tokens."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, step_row: float, pass_row: float, token: float = 0.0):
         self.now = 0.0
@@ -78,7 +78,7 @@ def dpo(folder: Path, base: Path, name: str, *more: str) -> Path:
 def test_dpo_uses_the_pairs_that_there_is_time_for(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reference of all pairs would take longer than the run."""
+    """Computing the reference log-probabilities of all pairs would take longer than the run."""
     slow = Slow(monkeypatch, step_row=0.5, pass_row=2.0)
     run = dpo(tmp_path, base, "short", "--schedule.length", "200s")
     used = json.loads((run / "reference.json").read_text())["rows"]
@@ -129,7 +129,7 @@ def test_no_time_for_a_step_is_refused_with_a_length_that_does(
         slow = Slow(patch, step_row=2.0, pass_row=1.0)
         with pytest.raises(UsageError, match="is too short") as caught:
             dpo(tmp_path, base, "refused", "--hours", "0.01")
-        assert slow.now < 60  # seconds, where the old set-up took hundreds
+        assert slow.now < 60  # seconds; the old set-up took hundreds
     assert not (tmp_path / "refused").exists()
     with monkeypatch.context() as patch:
         slow = Slow(patch, step_row=2.0, pass_row=1.0)
@@ -152,7 +152,8 @@ def test_kto_counts_the_pass_for_its_kl_against_its_hours(
     assert kto_command.run(argv) == 0
     assert 150 <= slow.now <= 200
     first = json.loads((tmp_path / "kto" / "plan.json").read_text())["initial"]
-    assert first["step_seconds"] > 8 * (0.5 + 0.25)  # eight rows, and nearly as many for the KL divergence
+    # eight rows, and nearly as many for the estimate of the KL divergence
+    assert first["step_seconds"] > 8 * (0.5 + 0.25)
 
 
 def grpo(folder: Path, model: Path, name: str, *more: str) -> Path:
@@ -171,7 +172,7 @@ def test_grpo_counts_sampling_against_its_hours(
     assert summary(run)["steps"] >= 5
     assert slow.now <= 150
     first = json.loads((run / "plan.json").read_text())["initial"]
-    assert first["step_seconds"] > 8 * 0.5  # the answers are a part of it
+    assert first["step_seconds"] > 8 * 0.5  # includes the answers
 
 
 def test_grpo_without_time_for_its_answers_is_refused(

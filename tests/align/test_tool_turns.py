@@ -1,4 +1,6 @@
-"""Answers that call tools: their turns, tokens and masks against TRL's own loop, and runs that learn with them."""
+"""Answers that call tools: their turns, tokens and masks compared with TRL's own
+loop, and training runs that learn to call.
+"""
 
 import json
 from collections.abc import Sequence
@@ -55,7 +57,7 @@ def llama(name: str, /, **arguments: Any) -> str:
     return json.dumps({"name": name, "parameters": arguments})
 
 
-# TRL's name of a template -> its end of turn, and how it writes a call
+# TRL's name of a template -> its end-of-turn token, and its syntax for a call
 FAMILIES = {
     "qwen3": ("<|im_end|>", qwen),
     "qwen2_5": ("<|im_end|>", qwen),
@@ -92,12 +94,12 @@ def folder(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Script:
-    """A sampler that says what is written for each prompt, turn by turn: texts, or texts that are cut off (None)."""
+    """A sampler with scripted turns for each prompt: complete texts, or texts that are cut off (None)."""
 
     def __init__(self, folder: Path, end: str, turns: Sequence[Sequence[tuple[str, bool]]]):
         self.tokenizer, self.turns = bpe.load(folder), turns
         self.end = self.tokenizer.token_to_id(end)
-        self.asked: list[list[int]] = [[] for _ in turns]  # the limits, by prompt
+        self.asked: list[list[int]] = [[] for _ in turns]  # the limits of each prompt
         self.prompts: list[tuple[int, ...]] = []
         self.seeds: list[int] = []
 
@@ -124,7 +126,7 @@ class Script:
 def trl_loop(
     folder: Path, family: str, tools: Tools, script: Script, limit: int, max_turns: int
 ) -> tuple[Any, ...]:
-    """TRL's loop on the same prompts and the same turns."""
+    """Run TRL's loop on the same prompts and turns."""
     _, trainer, _ = trl_oracle.trainers()
     from trl.chat_template_utils import (
         add_response_schema,
@@ -141,7 +143,7 @@ def trl_loop(
     tokenizer = add_response_schema(tokenizer)
     functions = list(tools.functions.values())
     preserving = is_chat_template_prefix_preserving(tokenizer)
-    training_template = None if preserving else get_training_chat_template(tokenizer)  # as GRPOTrainer does
+    training_template = None if preserving else get_training_chat_template(tokenizer)  # as in GRPOTrainer
 
     def generate(prompts: Any, *_: Any, **__: Any) -> tuple[list[list[int]], list[list[float]]]:
         ids = []
@@ -189,14 +191,14 @@ def test_turns_tokens_and_masks_are_trl_s(family: str, folder: Path, tools: Tool
         [("no call", True)],
         [(call("add", a=3, b=4), True), ("it is 7", True)],
         [(call("add", a=30, b=4), True), (call("page", name="x"), True), ("done", True)],
-        [(call("add", a=1, b=1), True)] * 4,  # more than the turns that are allowed
+        [(call("add", a=1, b=1), True)] * 4,  # exceeds the allowed number of turns
         [("cut off in the middle of", False)],
         [(call("add", a=1, b=2), True), ("cut off", False)],
-        [(call("page", name="too long" * 10), True), ("never", True)],  # no room for its result
-        [("{" + call("add", a=1, b=2)[:-20], True)],  # no JSON
+        [(call("page", name="too long" * 10), True), ("never", True)],  # no room for the result
+        [("{" + call("add", a=1, b=2)[:-20], True)],  # invalid JSON
         [("é" + "\u2603" * 3, True)],
     ]
-    if call is qwen:  # Llama's template allows one call in a turn, without a text
+    if call is qwen:  # Llama's template allows one call per turn, without text beside it
         both = call("add", a=1, b=2) + between + call("page", name="y")
         turns += [
             [(both, True), ("so", True)],
@@ -229,11 +231,11 @@ def test_turns_tokens_and_masks_are_trl_s(family: str, folder: Path, tools: Tool
     assert answering.tokenizer.decode(list(found[1].last_turn)) == "it is 7"
     assert answering.tokenizer.decode(list(found[0].last_turn)) == "no call"
     assert answering.tokenizer.decode(list(found[5].last_turn)) == "cut off"
-    assert len(set(ours.seeds)) == len(ours.seeds) == 3  # each turn has its own random numbers
+    assert len(set(ours.seeds)) == len(ours.seeds) == 3  # each turn draws its own random numbers
 
 
 def test_a_result_is_text_whatever_it_says(family: str, folder: Path, tools: Tools) -> None:
-    """It cannot end the turn, speak for the user, or move the place where it is cut out."""
+    """The result cannot end the turn, speak for the user, or change where it is cut out."""
     end = FAMILIES[family][0]
     answering = ToolTurns(tools, folder, frozenset([bpe.load(folder).token_to_id(end)]), 1)
     call = ToolCall("", "add", "{}")

@@ -1,4 +1,6 @@
-"""A model of some thousand parameters on disk, questions that it can learn to answer, and runs that end suddenly."""
+"""A model with some thousand parameters on disk, questions that it can learn
+to answer, and runs that are interrupted.
+"""
 
 import json
 import random
@@ -22,17 +24,19 @@ TEXT = ("digits 0123456789 and letters, user assistant yes no please",) * 4
 
 
 def command_line(model: Path, data: Path, folder: Path, name: str) -> list[str]:
-    """The arguments of sft, dpo or grpo for a short run with this name in a folder, to be completed."""
+    """Return the arguments of sft, dpo or grpo for a short run with this name in
+    a folder. The caller adds the rest.
+    """
     paths = ["--data", str(data), "--data.path", str(folder / f"{name}-data"), "--runs", str(folder)]
     return [str(model), *paths, "--name", name, *RUN]
 
 
 class Killed(BaseException):
-    """As sudden as a kill: nothing is saved any more."""
+    """Simulates a kill: nothing is saved after it."""
 
 
 def model(folder: Path, seed: int = 0, text: Iterable[str] = TEXT, tokens: int = 260) -> Path:
-    """A Hugging Face directory with fresh weights and a byte-level tokenizer of this many tokens of this text."""
+    """Write a Hugging Face directory with fresh weights and a byte-level tokenizer of this size trained on `text`."""
     folder.mkdir(parents=True)
     tokenizer = folder.parent / f"{folder.name}-tokenizer"
     tokenizer.mkdir()
@@ -59,14 +63,16 @@ def jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> Path:
 
 
 def questions() -> list[dict[str, str]]:
-    """480 of them: a few letters and a digit, which is the answer."""
+    """Return 480 questions. Each consists of a few letters and a digit, which is the answer."""
     made = [(d, a + b) for d in "0123456789" for a in "abcdefgh" for b in "abcdef"]
     random.Random(0).shuffle(made)
     return [{"prompt": f"{letters} {digit}", "answer": digit} for digit, letters in made]
 
 
 def mostly_wrong(right: float = 0.08) -> list[dict[str, Any]]:
-    """Conversations that answer with the digit after the one in the question, and seldom with the digit itself."""
+    """Return conversations that usually answer with the digit after the one in
+    the question, and rarely with that digit.
+    """
     chance = random.Random(1)
     rows = []
     for question in questions() * 3:
@@ -78,7 +84,7 @@ def mostly_wrong(right: float = 0.08) -> list[dict[str, Any]]:
 
 
 def pairs(count: int, seed: int = 1) -> list[dict[str, str]]:
-    """The chosen answer begins with yes, the other one with no."""
+    """Return pairs whose chosen answer begins with "yes" and whose rejected answer begins with "no"."""
     chance = random.Random(seed)
     return [
         {
@@ -91,7 +97,7 @@ def pairs(count: int, seed: int = 1) -> list[dict[str, str]]:
 
 
 def evaluated(run: Path, folder: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
-    """What the README's `deskside eval RUN --tasks ... --tasks-dir DIR --chat` prints, as JSON."""
+    """Return the JSON output of the README's `deskside eval RUN --tasks ... --tasks-dir DIR --chat`."""
     jsonl(folder / "svamp.jsonl", ({"prompt": f"{n} and 1", "answer": n} for n in range(4)))
     arguments = ["--tasks", "svamp", "--tasks-dir", str(folder), "--shots", "0", "--chat", "--json"]
     capsys.readouterr()
@@ -105,7 +111,7 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def kill_at(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
-    """Let this process's next run end as if it was killed in this step; in step 0 before its first checkpoint."""
+    """Make this process's next run end at this step as if it was killed; step 0 means before its first checkpoint."""
     if last == 0:
 
         def killed(*_: Any) -> None:
@@ -124,7 +130,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch, last: int) -> None:
 
 
 def same(one: Path, other: Path, keys: tuple[str, ...]) -> None:
-    """Two runs are the same to the last bit."""
+    """Assert that two runs are bitwise equal."""
     first, second = ([{k: row.get(k) for k in keys} for row in metrics(run)] for run in (one, other))
     assert first == second
     weights = "model/model.safetensors"

@@ -1,6 +1,6 @@
 """TRL's own loss code (1.16; the trainers of DPO, KTO, CPO, ORPO and GRPO) on given logits, without a trainer.
 
-The methods are called with an object that has what they read, so that it is TRL's text that runs.
+The methods are called with an object that has only the attributes they read, so TRL's own code runs.
 """
 
 import importlib.util
@@ -17,10 +17,10 @@ from torch import Tensor
 
 
 def trainers() -> Any:
-    """(DPOTrainer, GRPOTrainer, selective_log_softmax); skips the test where TRL is not installed."""
+    """Return (DPOTrainer, GRPOTrainer, selective_log_softmax). Skips the test if TRL is not installed."""
     pytest.importorskip("trl")
     with pytest.MonkeyPatch.context() as patch:
-        if importlib.util.find_spec("psutil") is None:  # imported by TRL, and of no use here
+        if importlib.util.find_spec("psutil") is None:  # TRL imports it, but it is not needed here
             patch.setitem(sys.modules, "psutil", module_from_spec(ModuleSpec("psutil", None)))
         from trl.trainer.dpo_trainer import DPOTrainer
         from trl.trainer.grpo_trainer import GRPOTrainer
@@ -56,7 +56,7 @@ def dpo(
     beta: float,
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The mean loss and TRL's metrics; rows: first all chosen ones, then all rejected ones."""
+    """Return TRL's mean loss and metrics. All chosen rows come first, then all rejected ones."""
     trainer, _, selective_log_softmax = trainers()
     counted = completion_BT[:, 1:]
 
@@ -110,7 +110,9 @@ def reference_free(
     loss: str,
     **options: float,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The loss of TRL's CPOTrainer or ORPOTrainer and its metrics; rows as in `dpo`. mask_BT: 0 for padding."""
+    """Return the loss and metrics of TRL's CPOTrainer or ORPOTrainer. Rows are
+    ordered as in `dpo`. mask_BT: 0 for padding.
+    """
     trainers()
     from trl.experimental.cpo import CPOTrainer
     from trl.experimental.orpo import ORPOTrainer
@@ -156,9 +158,9 @@ def kto(
     beta: float,
     weights: tuple[float, float],
 ) -> tuple[Tensor, dict[str, float]]:
-    """The loss of TRL's KTOTrainer and its metrics.
+    """Return the loss and metrics of TRL's KTOTrainer.
 
-    kl_logps_B, kl_reference_B: log-probabilities of the answers to other questions.
+    kl_logps_B, kl_reference_B: log-probabilities of the mismatched answers.
     """
     *_, selective_log_softmax = trainers()
     from trl import KTOTrainer
@@ -217,9 +219,9 @@ def grpo(
     longest: int,
     tool_mask_SL: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The loss and TRL's metrics of sampled answers; logits are already those of the answers' own positions.
+    """Return TRL's loss and metrics of sampled answers. The logits are those of the answers' own positions.
 
-    tool_mask_SL: 0 for the tokens of tools' results.
+    tool_mask_SL: 0 for the tokens of tool results.
     """
     _, trainer, selective_log_softmax = trainers()
     logprobs = selective_log_softmax(logits_SLV, tokens_SL)

@@ -1,4 +1,6 @@
-"""Packing for a machine without internet: what arrives is what was packed, in whatever pieces and order."""
+"""The bundle for a machine without internet: what is unpacked equals what was packed,
+whatever the number and order of the parts.
+"""
 
 import random
 import subprocess
@@ -40,7 +42,7 @@ def test_pieces_in_any_order(files: list[bytes], size: int, data: st.DataObject)
             missing = unpack([part], there)
             assert missing == sorted(int(other.name) for other in parts[position + 1 :])
         assert tree(there / "x") == tree(source) and tree(there / "y") == tree(source / "d0")
-        assert unpack(parts[:1], there) == []  # once more does no harm
+        assert unpack(parts[:1], there) == []  # a second call is harmless
 
 
 @pytest.fixture

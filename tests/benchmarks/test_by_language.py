@@ -1,4 +1,4 @@
-"""The table of bits per byte by language, against scipy."""
+"""The table of bits per byte by language, compared with scipy."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The pages on cards, and the answers in the README, are what the planner says today."""
+"""The GPU pages and the answers in the README equal what the planner says today."""
 
 import datetime
 import json
@@ -33,13 +33,13 @@ def test_the_page_of_one_card_is_the_planners() -> None:
 
 
 def rows_of_reports(page: str) -> list[list[str]]:
-    """The cells of a page's table of reports."""
+    """Return the cells of a page's table of reports."""
     table = page.partition("| parameters | row |")[2].splitlines()[2:]
     return [line.strip("| ").split(" | ") for line in table[: table.index("")]] if table else []
 
 
 def test_the_page_of_a_card_with_reports_has_their_speeds(tmp_path: Path) -> None:
-    plans_of.cache_clear()  # a plan depends on the reports
+    plans_of.cache_clear()  # plans depend on the reports
     page = card_page("h200")
     assert (FOLDER / "h200.md").read_text("utf-8") == page, REMEDY
     (ours,) = reported_for("H200 SXM")

@@ -1,4 +1,6 @@
-"""The terminal recording: what a command prints is in the SVG, readable, and the committed one is of these commands."""
+"""The terminal recording: the SVG contains a command's output legibly, and the
+committed one shows the current commands.
+"""
 
 import re
 import shlex
@@ -16,7 +18,7 @@ PRINTED = r"printf '\033[32mloss\033[0m 1.5\n'; sleep 0.2; printf '\033[1A\033[2
 
 
 def contrast(first: str, second: str) -> float:
-    """WCAG's contrast ratio of two colours."""
+    """Return WCAG's contrast ratio of two colours."""
 
     def luminance(colour: str) -> float:
         parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]

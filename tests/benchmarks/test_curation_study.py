@@ -1,4 +1,4 @@
-"""The data sets and the study that measure whether curation helps."""
+"""The data sets and the study that measure whether curation lowers the loss."""
 
 import argparse
 import json
@@ -16,7 +16,7 @@ from deskside.study.spec.parse_spec import load
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twenty documents of random words, and two for validation."""
+    """Twenty training documents of random words, and two for validation."""
     folder = tmp_path_factory.mktemp("corpus")
     rng = random.Random(0)
     for name, count in (("train", 20), ("val", 2)):

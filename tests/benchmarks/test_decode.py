@@ -1,4 +1,4 @@
-"""The benchmark of generation on a CPU, as the command is given, beside transformers; and its arithmetic."""
+"""The generation benchmark run as a command on a CPU, compared with transformers, and its arithmetic."""
 
 import json
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_quantized_weights(tmp_path: Path) -> None:
         assert decode.main(words) == 0
         report = json.loads(file.read_text())
         row = report["results"][0]
-        # The bytes of a step, from its share of the bandwidth: less than half of those of float32.
+        # The bytes of a step, from its share of the bandwidth, are less than half of those in float32.
         shares.append(row["of_copy_bandwidth"] * row["step_ms"] * report["copy_bandwidth"])
     assert 0.25 < shares[1] / shares[0] < 0.75
 
@@ -48,7 +48,7 @@ def test_quantized_weights(tmp_path: Path) -> None:
 def test_wrong_usage_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert decode.main(["--preset", "nothing"]) == 2
     assert decode.main(["--preset", "demo", "--new", "1"]) == 2
-    assert decode.main(["--preset", "demo", "--quantize", "int8"]) == 2  # beside transformers
+    assert decode.main(["--preset", "demo", "--quantize", "int8"]) == 2  # compared with transformers
     assert "no such preset" in capsys.readouterr().err
     for words in ("--peers vllm", "--batch 0"):
         with pytest.raises(SystemExit):
@@ -56,7 +56,7 @@ def test_wrong_usage_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_bytes_of_a_step() -> None:
-    """Every weight but the embedding once, and the keys and values of all rows."""
+    """A step reads every weight except the embedding once, and the keys and values of all rows."""
     shape = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     shape |= {"num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 24}
     model = Transformer(ModelConfig(**shape))

@@ -1,4 +1,4 @@
-"""The documentation's site builds strictly, with the generated pages, and its links lead somewhere."""
+"""The documentation site builds in strict mode with the generated pages, and its links resolve."""
 
 import os
 import re
@@ -21,13 +21,13 @@ from tests.sources import ROOT
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-# A page of each kind. axe takes two seconds for one, and there are fifty.
+# One page of each kind: axe takes two seconds per page, and there are fifty pages.
 LOOKED_AT = ("index.html", "architecture.html", "languages.html", "cards/l4.html", "tutorial.html")
 SIZES = {"desktop": {"width": 1440, "height": 900}, "phone": {"width": 390, "height": 844}}
 
 
 class Links(HTMLParser):
-    """The targets of links and images of a page, its anchors, and its pieces of code."""
+    """Collects the targets of a page's links and images, its anchors, and its code blocks."""
 
     def __init__(self, page: Path):
         super().__init__()
@@ -88,7 +88,7 @@ def test_pages_link_only_to_what_is_there(site: Path) -> None:
 
 
 def test_links_to_other_sites_can_be_addresses(site: Path) -> None:
-    """Whether they answer is not asked: tests use no network."""
+    """Addresses are checked for their form only, because tests use no network."""
     links = {
         target
         for path in site.rglob("*.html")
@@ -118,7 +118,7 @@ def browser() -> Iterator["Browser"]:
 def faults_of(
     browser: "Browser", site: Path, names: Iterable[str], size: str, scheme: str
 ) -> dict[str, object]:
-    """By page: what axe calls serious, what scrolls sideways, errors of the console, and requests to other hosts."""
+    """Return by page: serious faults found by axe, sideways scrolling, console errors, and requests to other hosts."""
     page = browser.new_page(viewport=SIZES[size], color_scheme=scheme)  # type: ignore[arg-type]
     wrong: list[str] = []
     page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -128,7 +128,7 @@ def faults_of(
     for name in names:
         wrong.clear()
         page.goto((site / name).as_uri())
-        if name == "architecture.html":  # drawn into a shadow tree by the script of the site
+        if name == "architecture.html":  # the site's script draws it into a shadow tree
             page.locator("div.mermaid").wait_for()
         hidden = page.evaluate(
             "document.scrollingElement.scrollWidth - document.scrollingElement.clientWidth"
@@ -150,7 +150,7 @@ def test_a_page_of_each_kind_has_no_serious_fault(browser: "Browser", site: Path
 @pytest.mark.parametrize("size", SIZES)
 def test_no_page_has_a_serious_fault(browser: "Browser", site: Path, size: str, scheme: str) -> None:
     pages = sorted(path.relative_to(site).as_posix() for path in site.rglob("*.html"))
-    names = [page for page in pages if page != "404.html"]  # its links begin at the root of a server
+    names = [page for page in pages if page != "404.html"]  # its links start at the server's root
     assert len(names) > 50
     assert faults_of(browser, site, names, size, scheme) == {}
 
@@ -199,7 +199,7 @@ def test_links_of_a_root_document_lead_into_the_docs() -> None:
 
 
 def dead_links(name: str, text: str, tracked: set[str]) -> list[str]:
-    """The links of a document to files that are not in a clone of the repository, also from HTML, but not from code."""
+    """Return links of a document to files that are missing in a clone, including links in HTML but not in code."""
     prose = re.sub(r"^```.*?^```|`[^`\n]*`", "", text, flags=re.MULTILINE | re.DOTALL)
     targets = re.findall(r"\]\(([^)\s]+)\)|(?:src|srcset|href)=\"([^\"]+)\"", prose)
     dead = []
@@ -212,7 +212,7 @@ def dead_links(name: str, text: str, tracked: set[str]) -> list[str]:
 
 
 def test_documents_link_to_files_that_git_tracks() -> None:
-    """Who reads the pages in a clone has neither the pages that the site adds nor what is only in a working tree."""
+    """A clone contains neither the pages that the site generates nor untracked files."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
     files = [name for name in listed.stdout.split("\0") if name]
     tracked = {*files, *(str(folder) for name in files for folder in PurePosixPath(name).parents)}

@@ -1,4 +1,4 @@
-"""The walk through the documentation covers every block of code, and its pages name commands and options that exist."""
+"""The documentation walk covers every code block, and the pages name only commands and options that exist."""
 
 import re
 import shlex
@@ -29,7 +29,7 @@ STEPS = {name: steps(text) for name, text in PAGES.items()}
 
 @cache
 def known_options() -> dict[str, set[str]]:
-    """The options of each command, with hyphens."""
+    """Return the options of each command, with hyphens."""
     return {
         command.name: {name for group in command.groups().values() for names, _ in group for name in names}
         | {"--help", *(f"--schedule.{alias}" for alias in LENGTH_ALIASES)}
@@ -38,7 +38,7 @@ def known_options() -> dict[str, set[str]]:
 
 
 def unknown_parts(command: str) -> list[str]:
-    """The command, if there is no such, or its options that it does not have."""
+    """Return the command if it does not exist, or the options that it does not have."""
     words = shlex.split(command.partition(" > ")[0])[1:]
     if not words or words[0].startswith("-"):
         return [word for word in words if word not in ("--help", "--version", "--debug")]
@@ -50,7 +50,7 @@ def unknown_parts(command: str) -> list[str]:
 
 
 def inline_commands(text: str) -> list[str]:
-    """The commands in the prose of a page that are complete, without placeholders such as `...`."""
+    """Return the complete commands in a page's prose, without those that have placeholders such as `...`."""
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     spans = [" ".join(span.split()) for span in re.findall(r"`(deskside [^`]+)`", prose)]
     return [span for span in spans if "..." not in span and "NAME|" not in span]

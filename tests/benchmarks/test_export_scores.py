@@ -1,4 +1,4 @@
-"""Scores of a study's exported models: kept, resumed, and compared by seed as scipy does."""
+"""Scores of a study's exported models are kept, resumed, and compared by seed as in scipy."""
 
 import json
 from dataclasses import replace
@@ -19,7 +19,7 @@ SEEDS = (1, 2, 3)
 
 
 def results() -> Results:
-    """A baseline and two arms with three seeds each, and one trial that ran out of memory."""
+    """Return a baseline and two arms with three seeds each; one trial ran out of memory."""
 
     def arm(name: str) -> Arm:
         trials = [Trial(seed, "finished", run=f"runs/{name}-s{seed}") for seed in SEEDS]
@@ -59,7 +59,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("base-s1", "a-s1"):
         (study / "runs" / name).mkdir(parents=True)
         (study / "runs" / name / "model").symlink_to(model)
-    assert export_scores.main(words) == 2  # the models of other trials are gone
+    assert export_scores.main(words) == 2  # the models of the other trials were deleted
     saved = json.loads((study / "export_scores.json").read_text())
     kept = saved["scores"]
     assert kept.keys() == {"runs/base-s1"} and 0 < kept["runs/base-s1"] < 20

@@ -1,4 +1,4 @@
-"""The package's metadata: supported versions of Python, and extras that each bring all that they import."""
+"""The package's metadata: the supported Python versions, and extras that each install everything they import."""
 
 import re
 import tomllib
@@ -12,7 +12,7 @@ from tests.sources import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
-# Extra -> the modules that are imported only where it is needed.
+# Extra -> the modules that are imported only where it is needed
 MODULES = {
     "dashboard": {"streamlit", "plotly"},
     "serve": {"starlette", "uvicorn"},
@@ -45,7 +45,7 @@ def test_no_extra_needs_another_except_dev() -> None:
 
 
 def test_every_hint_names_an_extra() -> None:
-    """`pip install 'deskside[NAME]'` in messages and documents."""
+    """Checks `pip install 'deskside[NAME]'` in messages and documents."""
     files = [*(ROOT / "deskside").rglob("*.py"), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
     hints = {
         name for f in files for name in re.findall(r"deskside\[([a-z0-9-]+)\]", Path(f).read_text("utf-8"))
@@ -54,7 +54,7 @@ def test_every_hint_names_an_extra() -> None:
 
 
 def test_no_dependency_excludes_a_supported_python() -> None:
-    """Of the installed versions: those that the constraints pin."""
+    """Checks the installed versions, which are those pinned in the constraints."""
 
     for name in names(PROJECT["dependencies"]) | names([i for items in EXTRAS.values() for i in items]):
         try:

@@ -1,4 +1,4 @@
-"""Tokens per word, bytes per token and premium of a tokenizer whose tokens are known: one per byte."""
+"""Tokens per word, bytes per token and premium of a tokenizer with known output: one token per byte."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The table of a start on a CPU: the parts add up, and warm starts use what the first one kept."""
+"""The start-up table on a CPU: the parts add up, and warm starts use the caches of the first one."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Commands that are killed end as without kills, and what differs is found."""
+"""Killed commands end like commands that were not killed, and any difference is reported."""
 
 from pathlib import Path
 

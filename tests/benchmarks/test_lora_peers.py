@@ -33,7 +33,8 @@ def test_both_arms_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         ("deskside", "ok", 6),
         ("trl", "ok", 6),
     ]
-    assert all(abs(row["losses"][0] - 6.24) < 0.05 for row in rows)  # ln 512 and a little: random weights
+    # random weights have a loss slightly above ln 512
+    assert all(abs(row["losses"][0] - 6.24) < 0.05 for row in rows)
     assert len(capsys.readouterr().out.splitlines()) == 3
 
 

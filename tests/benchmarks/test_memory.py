@@ -1,4 +1,4 @@
-"""The benchmark of optimizer states on a CPU, as the command is given."""
+"""The benchmark of optimizer states, run as a command on a CPU."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ def test_weights_in_bfloat16_over_several_passes(tmp_path: Path, monkeypatch: py
 
 
 def test_experts_are_modelled_in_the_formats_of_their_own_products() -> None:
-    """A card may multiply in FP8 and still emulate the grouped products of experts, as consumer cards do."""
+    """A GPU may multiply in FP8 natively but emulate the grouped products of experts, as consumer cards do."""
     config = {
         "model": {"num_experts_per_tok": 4, "moe_intermediate_size": 4096, "vocab_size": 512},
         "precision": {"name": "fp8-rowwise"},

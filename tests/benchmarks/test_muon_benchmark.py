@@ -1,4 +1,4 @@
-"""The shapes and the floor of benchmarks/muon.py, and its comparison of singular values."""
+"""The shapes and the time floor of benchmarks/muon.py, and its comparison of singular values."""
 
 import pytest
 

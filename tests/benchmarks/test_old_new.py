@@ -1,4 +1,4 @@
-"""The comparison of two checkouts, on made-up ones whose benchmarks write fixed numbers at once."""
+"""The comparison of two checkouts, using fake checkouts whose benchmarks write fixed numbers at once."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_medians_and_their_ratio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_losses_are_compared_to_the_last_bit(
     noisy: bool, repeats: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second step differs; a checkout that does not repeat itself shows it."""
+    """The second step differs, and a checkout whose runs differ from each other is reported."""
     ran: list[Path] = []
 
     def run(folder: Path, job: str) -> dict[str, object]:

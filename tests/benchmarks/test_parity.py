@@ -1,4 +1,4 @@
-"""The parity benchmark on a CPU: whole runs as the command is given, the report, and its command line."""
+"""The parity benchmark run as a command on a CPU: complete runs, the report, and the command line."""
 
 import itertools
 import json
@@ -35,7 +35,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.full
 def test_run_and_report(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two arms; then their report, put into a document."""
+    """Runs two arms and inserts their report into a document."""
     out, arms = tmp_path / "out", "fp32,nvfp4:keep_last=0.2"
     words = f"run --data {data} --out {out} --tokens 6144 --arms {arms} {SMALL}".split()
     code = parity.main(words)
@@ -52,7 +52,7 @@ def test_run_and_report(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     with zipfile.ZipFile(out / "metrics.zip") as archive:
         metrics = [json.loads(line) for line in archive.read("fp32-seed1.jsonl").splitlines()]
         assert "nvfp4-keep_last=0.2-seed1.log" in archive.namelist()
-    assert first["train_loss_end"] == metrics[-1]["loss"]  # a tenth of 12 steps is one
+    assert first["train_loss_end"] == metrics[-1]["loss"]  # a tenth of 12 steps is one step
     assert not list(out.glob("*seed*")), "run directories must not stay"
 
     document = tmp_path / "page.md"
@@ -69,7 +69,7 @@ def test_run_and_report(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_a_failing_arm_is_a_row(data: Path, tmp_path: Path) -> None:
-    """The other arms go on; the run's own line says why."""
+    """The other arms continue, and the row shows the run's own error."""
     job = parity_jobs.jobs("demo", "fp32", [1], "512", data, [])[0]
     broken = [
         replace(job, arm=arm, words=["124m", "--schedule.steps", "2", "--data.path", str(tmp_path / arm)])
@@ -87,7 +87,7 @@ def test_a_failing_arm_is_a_row(data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_limit(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run that cannot end in time is stopped and recorded; what was not started is counted."""
+    """A run that cannot end in time is stopped and recorded, and runs that were not started are counted."""
     out = tmp_path / "out"
     words = f"run --data {data} --out {out} --tokens 500M --arms fp32,bf16 --limit-seconds 14 {SMALL}".split()
     assert parity.main(words) == 1
@@ -129,10 +129,10 @@ def test_gaps_are_between_equal_seeds_and_calls_are_merged(tmp_path: Path) -> No
     c = _write(tmp_path / "c", _row("nvfp4", 1, [2.0, 1.01]))
     rows = parity_results.read([a, b, c])
     bf16, fp8, nvfp4 = parity_results.averages(rows, "bf16")
-    assert fp8.gaps == pytest.approx([0.1, 0.3])  # seed 3 has no partner
+    assert fp8.gaps == pytest.approx([0.1, 0.3])  # seed 3 has no counterpart
     assert fp8.gap_curve == [(1000, pytest.approx(0.5)), (2000, pytest.approx(0.2))]
     assert bf16.spread == pytest.approx(100 * 0.1 / 1.05)
-    assert nvfp4.gaps == pytest.approx([1.0])  # the later run that finished
+    assert nvfp4.gaps == pytest.approx([1.0])  # the later of the finished runs
     text = parity_results.table([bf16, fp8, nvfp4])
     assert "+0.20 % (+0.10 to +0.30)" in text
     assert f"{statistics.fmean([1.001, 1.1033, 2.0]):.4f} (1.0010 to 2.0000)" in text
@@ -154,7 +154,7 @@ def test_jobs_pin_seeds_and_share_everything_else(data: Path) -> None:
     ]  # fmt: skip
     assert all(job.setting == jobs[0].setting for job in jobs)
     assert jobs[1].config.precision.head == "fp8" and jobs[0].config.precision.head == "bf16"
-    assert jobs[0].setting["steps"] == 49  # of 2048 tokens
+    assert jobs[0].setting["steps"] == 49  # evaluated on 2048 tokens
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_wrong_usage(
 def test_gpus_are_counted_among_the_visible_ones(
     visible: str | None, asked: str, slots: list[str] | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else two jobs to which a scheduler gave a card each would share one."""
+    """Otherwise two jobs that a scheduler gave one GPU each would use the same one."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -1,4 +1,4 @@
-"""Peers on a CPU: the prototype against transformers' Qwen3, and the command with what is installed here."""
+"""Peer trainers on a CPU: the prototype against transformers' Qwen3, and the command with the peers installed here."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_names_agree() -> None:
 
 
 def test_the_prototype_is_the_same_model() -> None:
-    """Same weights in transformers' Qwen3ForCausalLM: the same loss and the same gradient of the embedding."""
+    """With the same weights, transformers' Qwen3ForCausalLM has the same loss and the same embedding gradient."""
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     torch.manual_seed(0)
@@ -96,7 +96,7 @@ def test_weights_move_and_vectors_do_not_decay() -> None:
 
 @pytest.mark.full
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One peer that runs, one that is not there, and deskside: rows, ratio, and JSON."""
+    """Runs an available peer, a missing one, and deskside; checks rows, ratio and JSON."""
     file = tmp_path / "peers.json"
     words = "--preset demo --tokens 512 --steps 2 --warmup 1 --device cpu --only prototype,nanochat --deskside fp32"
     assert peers.main([*words.split(), "--folder", str(tmp_path), "--json", str(file)]) == 0

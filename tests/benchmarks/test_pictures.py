@@ -1,4 +1,4 @@
-"""Contact sheets, and the pictures of the README."""
+"""Contact sheets, and the images of the README."""
 
 import re
 from html.parser import HTMLParser
@@ -11,7 +11,7 @@ from tests.sources import ROOT
 Image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 from benchmarks import contact_sheet  # noqa: E402
 
-MAX_BYTES = 200_000  # GitHub's readers load them with the page
+MAX_BYTES = 200_000  # GitHub loads them together with the page
 
 
 def picture(folder: Path, name: str, size: tuple[int, int], color: str) -> None:
@@ -20,7 +20,8 @@ def picture(folder: Path, name: str, size: tuple[int, int], color: str) -> None:
 
 def test_a_sheet_has_a_row_for_each_name_and_a_column_for_each_form(tmp_path: Path) -> None:
     picture(tmp_path, "runs-desktop-light", (1440, 900), "red")
-    picture(tmp_path, "runs-phone-dark", (390, 3000), "blue")  # a whole page, of which one screen is shown
+    # a screenshot of a whole page, of which one screen is shown
+    picture(tmp_path, "runs-phone-dark", (390, 3000), "blue")
     picture(tmp_path, "other-phone-light", (390, 844), "lime")
     picture(tmp_path, "not-of-a-form", (10, 10), "black")
     sheet = contact_sheet.contact_sheet([tmp_path])
@@ -62,7 +63,7 @@ def test_every_page_of_the_dashboard_has_a_picture() -> None:
 
 
 class Pictures(HTMLParser):
-    """The files of <picture>, and the texts for those who do not see it."""
+    """Collects the files of <picture> elements and their alternative texts."""
 
     def __init__(self, text: str):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The page of records is made of the table of records."""
+"""The page of records is generated from the table of records."""
 
 from benchmarks.records_page import PAGE, page
 from deskside.facts.records import MINUTES, corpora, records

@@ -1,4 +1,4 @@
-"""The list of measurements, and what spreads it over GPUs."""
+"""The list of measurements and the scheduler that spreads them over GPUs."""
 
 import json
 import shlex
@@ -45,7 +45,7 @@ def test_jobs_have_their_gpus_to_themselves(tmp_path: Path) -> None:
             for gpu in gpus[0].split(","):
                 held.remove(gpu)
     lines = log.read_text().splitlines()
-    # `three` would have fitted beside `one`; it does not overtake `two`, which waits for both.
+    # `three` would have fitted beside `one`, but it does not overtake `two`, which waits for both GPUs.
     assert lines[:3] == ["begin 4 4", "end 4", "begin 4,7 4,7"]
 
 
@@ -58,7 +58,7 @@ def test_what_follows_a_failure_does_not_begin_and_all_goes_on_later(tmp_path: P
     ]
     began = time.monotonic()
     code, state = run(jobs, tmp_path / "out", [], seconds=20.0)
-    assert time.monotonic() - began < 20.0  # it does not wait for what can no longer begin
+    assert time.monotonic() - began < 20.0  # it does not wait for jobs that can no longer start
     assert code == 1 and state == {"good": "ok", "bad": "failed"}
     (tmp_path / "mended").touch()
     code, state = run(jobs, tmp_path / "out", [])

@@ -1,4 +1,6 @@
-"""The fit of repeated text: constants that are known, and those of the law from the runs that it was fitted to."""
+"""The fit of the law of repeated text: it recovers known constants, and those of the
+law from the runs that it was fitted to.
+"""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The scaling run, with two processes on a CPU in place of two GPUs."""
+"""The scaling benchmark, with two CPU processes in place of two GPUs."""
 
 import json
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_measured_rows_and_resumed_runs(
     for row in rows:
         assert 0 < row["p10"] <= row["p50"] <= row["p90"] and "DATA" in row["command"]
         assert (row["bus_bandwidth"] is None) == (row["gpus"] == 1)
-    assert scaling.main(["measure", str(out), *few]) == 0  # every case has its row
+    assert scaling.main(["measure", str(out), *few]) == 0  # one row per case
     assert len(scaling.read_rows(out / "measured.jsonl")) == len(rows)
     assert scaling.main(["table", str(out), "--markdown", str(out / "table.md")]) == 0
     assert len((out / "table.md").read_text().splitlines()) == 2 + len(rows)

@@ -1,4 +1,4 @@
-"""The whole benchmark on a CPU, as the command is given; and its command line."""
+"""The complete step benchmark on a CPU, run as a command, and its command line."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Two arms; one with everything, one that this device cannot do."""
+    """Runs two arms: one with all options, and one that this device does not support."""
     file = tmp_path / "step.json"
     words = f"{SMALL} --precision fp32 --profile --hot-seconds 0.1 --json {file}".split()
     assert step.main(words) == 0
@@ -44,7 +44,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {"gemm", "attention", "elementwise", "loss", "optimizer", "embedding"} <= kinds.keys()
     busy = sum(kind["ms"] for kind in kinds.values())
     assert value["profile"]["busy_ms"] == pytest.approx(busy)
-    # The split is of a step: it explains what an unprofiled one took, within the noise of a shared machine.
+    # The split explains the time of an unprofiled step, within the noise of a shared machine.
     assert 0.3 < busy / value["profile"]["step_ms"] < 3
     known = kinds.get("unclassified", {"ms": 0.0})["ms"]
     assert known < 0.05 * busy

@@ -1,4 +1,4 @@
-"""Floors against the model itself: products against its FLOPs, bytes against budget's count of what is moved."""
+"""Time floors compared with the model itself: products with its FLOPs, bytes with the traffic that budget counts."""
 
 import pytest
 import torch
@@ -27,14 +27,16 @@ def _config(**config: object) -> RunConfig:
     ],
 )
 def test_products_are_all_the_products(model: dict[str, object]) -> None:
-    """Forward FLOPs of the listed products are 2 x weights that a token is multiplied with x tokens."""
+    """The listed products have 2 x (weights that a token is multiplied with) x tokens forward FLOPs."""
     config = _config(model=model)
     flops = sum(2.0 * g.tokens * g.columns * g.rows * g.times for g in step_floor.gemms(config, 16384))
     assert flops == pytest.approx(2.0 * matmul_params(config.model) * config.batch.tokens)
 
 
 def test_the_floor_is_below_what_is_moved() -> None:
-    """Against what budget counts for the compiled blocks of this project, with passes that could be fused away."""
+    """The floor is below what budget counts for this project's compiled blocks,
+    which contain passes that could be fused.
+    """
     config = _config()
     found = step_floor.traffic_bytes(config, recipe_named("bf16"), 65536, torch.bfloat16)
     work = StepSpec(2048, 65536, 65536, optimizer="adamw")
@@ -59,7 +61,7 @@ def test_measured_on_this_device() -> None:
     assert {"gemm", "attention", "elementwise", "loss", "memory", "embedding", "optimizer"} == set(
         found["kinds"]
     )
-    assert found["kinds"]["memory"] == 0  # float32 weights are used as they are
+    assert found["kinds"]["memory"] == 0  # float32 weights are used without a cast
     assert all(ms > 0 for kind, ms in found["kinds"].items() if kind != "memory")
     total = sum(row["times"] * sum(row["plain_ms"]) for row in found["gemms"])
     assert found["kinds"]["gemm"] == pytest.approx(total)
@@ -69,7 +71,7 @@ def test_measured_on_this_device() -> None:
     "name", [n for n, r in RECIPES.items() if any(f in ("e4m3", "e5m2") for f in r.formats)]
 )
 def test_fp8_products_have_their_shapes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch._scaled_mm is given: sizes, formats, layout and scales as its documentation wants them."""
+    """torch._scaled_mm is called with the sizes, formats, layouts and scales that its documentation requires."""
     calls: list[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]] = []
     monkeypatch.setattr(torch, "_scaled_mm", lambda a, b, **options: calls.append((a, b, options)))
     monkeypatch.setattr(step_floor, "median_seconds", lambda call, device: 0.0 if call() is None else 1.0)

@@ -1,4 +1,6 @@
-"""Names as traces of GPUs have them (cuBLAS, cuDNN, CUTLASS, Inductor, ATen; Ampere to Hopper), and our kernels'."""
+"""Kernel names as they appear in GPU traces (cuBLAS, cuDNN, CUTLASS, Inductor,
+ATen; Ampere to Hopper), and our own kernels.
+"""
 
 import pytest
 
@@ -70,14 +72,15 @@ def test_by_name(kind: str, name: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "name", "inside"),
     [
-        # Muon's products are its own, and so are the copies around them.
+        # Muon's products, and the copies around them, belong to Muon.
         ("optimizer", "nvjet_tst_128x256_64x4", (OPTIMIZER_MARK, "aten::bmm")),
         ("optimizer", "triton_poi_fused__to_copy_0", ("deskside: step", OPTIMIZER_MARK)),
-        # The head's products inside of the loss are products; what lies between them is the loss.
+        # The head's products within the loss count as products; the kernels between them count as the loss.
         ("gemm", "nvjet_tst_128x256_64x4", ("_LinearCrossEntropy", "aten::mm")),
         ("loss", "triton_red_fused__to_copy_amax_exp_sub_sum_0", ("_LinearCrossEntropy", "## Call Compiled ##")),
         ("loss", "void at::native::vectorized_elementwise_kernel<4, MulFunctor", ("_LinearCrossEntropyBackward",)),
-        # Everything that an attention operator launches is attention, products of its plain form included.
+        # Everything that an attention operator launches counts as attention, including the products of its plain
+        # form.
         ("attention", "ampere_bf16_s16816gemm", ("aten::scaled_dot_product_attention", "aten::bmm")),
         ("attention", "void at::native::vectorized_elementwise_kernel<4, FillFunctor<float>", (
             "aten::_scaled_dot_product_cudnn_attention_backward",)),

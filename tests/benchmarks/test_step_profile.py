@@ -1,4 +1,4 @@
-"""The split of a trace: of one written by hand as a GPU writes it, and of a real one of this CPU."""
+"""The split of a trace: of a hand-written one that imitates a GPU, and of a real one from this CPU."""
 
 from typing import Any
 
@@ -23,9 +23,11 @@ GPU_TRACE = [
     _event("cpu_op", "aten::bmm", 25, 10),
     _event("cuda_driver", "cuLaunchKernelEx", 26, 1, correlation=2),
     _event("kernel", "nvjet_tst_1", 160, 40, tid=7, correlation=2),
-    _event("cuda_runtime", "cudaLaunchKernel", 60, 1, correlation=3),  # outside of everything
-    _event("kernel", "mystery", 170, 20, tid=8, correlation=3),  # on another stream, beside the last
-    _event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 210, 10, tid=7, correlation=4),  # launch unknown
+    _event("cuda_runtime", "cudaLaunchKernel", 60, 1, correlation=3),  # outside of all ranges
+    # on another stream, in parallel with the last one
+    _event("kernel", "mystery", 170, 20, tid=8, correlation=3),
+    # its launch is unknown
+    _event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", 210, 10, tid=7, correlation=4),
     _event("gpu_user_annotation", OPTIMIZER_MARK, 160, 40, tid=7),
 ]
 
@@ -42,14 +44,14 @@ def test_gpu_trace() -> None:
     result = split(found, steps=2, step_ms=0.2, device="cuda")
     assert result["kinds"]["gemm"]["ms"] == pytest.approx(0.025)
     assert result["kinds"]["unclassified"]["names"] == {"mystery": pytest.approx(0.01)}
-    assert result["busy_ms"] == pytest.approx(0.05)  # the two streams together are counted once
+    assert result["busy_ms"] == pytest.approx(0.05)  # time in which both streams are busy is counted once
     assert result["idle_ms"] == pytest.approx(0.15)
     assert result["traced_step_ms"] == pytest.approx(0.06)
     assert result["traced_idle_ms"] == pytest.approx(0.01)
 
 
 class _Sgd:
-    """An optimiser that multiplies matrices, as Muon does."""
+    """An optimizer that multiplies matrices, as Muon does."""
 
     def __init__(self, weight: torch.Tensor):
         self.weight, self.lr = weight, 0.1
@@ -76,5 +78,5 @@ def test_cpu_trace_of_a_real_step() -> None:
     mine = [p for p in found if p.name == "aten::mm"]
     assert {p.kind for p in mine} == {"gemm", "optimizer"}
     assert all(OPTIMIZER_MARK in p.inside for p in mine if p.kind == "optimizer")
-    # Operators without their children add up to what was traced, and not to more.
+    # Operators without their children add up to no more than what was traced.
     assert 0 < result["busy_ms"] <= result["traced_step_ms"] * 1.02

@@ -1,4 +1,4 @@
-"""The benchmark of constrained generation on a CPU, as the command is given."""
+"""The benchmark of constrained generation, run as a command on a CPU."""
 
 import json
 from pathlib import Path

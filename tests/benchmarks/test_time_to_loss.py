@@ -1,4 +1,4 @@
-"""The comparison of trainers by seconds and tokens to a loss: tables, data for the scripts, and whole tiny runs."""
+"""The comparison of trainers by seconds and tokens to a loss: tables, data for the scripts, and complete tiny runs."""
 
 import json
 import math
@@ -156,7 +156,7 @@ disable_fp8 = lambda model: contextlib.nullcontext()
 
 @pytest.mark.full
 def test_command(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A stand-in for nanochat, and deskside: rows, JSON, and a second call that repeats nothing."""
+    """Runs a stand-in for nanochat, and deskside; checks rows and JSON, and that a second call repeats nothing."""
     checkout, out = tmp_path / "nanochat", tmp_path / "out"
     for name, text in (
         ("scripts/base_train.py", NANOCHAT),
@@ -191,7 +191,8 @@ def test_command(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     text_tokens, text_bytes = (read_stream(data).tokens > 0).sum(), None
     uniform = math.log2(300) * float(text_tokens)
     text_bytes = float(read_stream(data).bytes_V[read_stream(data).tokens].sum())
-    assert 0.1 < rows[0]["bits_per_byte"] < 0.7 * uniform / text_bytes  # a bigram model has learnt something
+    # a bigram model has learned something
+    assert 0.1 < rows[0]["bits_per_byte"] < 0.7 * uniform / text_bytes
     assert rows[1]["seconds"] <= 1.05 and rows[2]["bits_per_byte"] < rows[1]["bits_per_byte"]
     printed = capsys.readouterr().out
     assert time_to_loss.main(words) == 0
@@ -200,7 +201,7 @@ def test_command(data: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_nanochat_rows_are_desksides(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rows that nanochat's loader is replaced by are those of a run of deskside, in its order."""
+    """The rows that replace those of nanochat's loader are those of a deskside run, in the same order."""
     import sys
     from types import ModuleType
 

@@ -1,4 +1,6 @@
-"""The wheel and the sdist hold the tracked files of the package and nothing else, and the wheel works by itself."""
+"""The wheel and the sdist contain the package's tracked files and nothing else,
+and the wheel works where it is unpacked.
+"""
 
 import subprocess
 import sys
@@ -20,7 +22,7 @@ print(build_meta.build_wheel(folder), build_meta.build_sdist(folder))
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The wheel and the sdist, built by the backend that pyproject.toml names, without the network."""
+    """The wheel and the sdist, built without the network by the backend that pyproject.toml names."""
     folder = tmp_path_factory.mktemp("wheel")
     copy_sources(folder / "source")
     done = subprocess.run(
@@ -47,7 +49,7 @@ def test_a_wheel_with_other_contents_is_noticed(built: tuple[Path, Path], tmp_pa
 
 
 def test_it_works_where_it_is_unpacked(built: tuple[Path, Path], tmp_path: Path) -> None:
-    """All data files are found in the wheel: presets, prices, templates, the bundled text."""
+    """All data files are found in the wheel: presets, prices, templates and the bundled text."""
     with zipfile.ZipFile(built[0]) as archive:
         archive.extractall(tmp_path / "site")
     check = (

@@ -1,4 +1,4 @@
-"""Fixtures of other packages for the tests of the commands, and a reset of the start time of the process."""
+"""Fixtures for the tests of the commands, shared with other packages, and a reset of the process's start time."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""Completion scripts contain every command and option and work in their shells; presets have the size in their name."""
+"""Completion scripts contain every command and option and work in their shells; preset names contain the size."""
 
 import json
 import shutil
@@ -56,7 +56,7 @@ def test_fish_suggests(script: Path, line: str) -> None:
     assert sorted(suggested) == sorted(SUGGESTED[line])
 
 
-# `zpty -r` waits until the pattern has been printed; -n writes without a newline. Control-U clears the line.
+# `zpty -r` waits until the pattern has been printed. -n writes without a newline. Control-U clears the line.
 ZSH = r"""
 zmodload zsh/zpty
 zpty shell "zsh -f -i"

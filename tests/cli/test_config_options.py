@@ -1,4 +1,4 @@
-"""Every configuration key can be given on the command line and gets the given value."""
+"""Every configuration key can be set on the command line and gets the given value."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from deskside.utils.errors import UsageError
 
 @dataclass
 class Own:
-    """Options of an invented command."""
+    """The options of an invented command."""
 
     what: str | None = option("", None, metavar="WHAT", positional=True)
     loud: bool = option("", False)
@@ -32,7 +32,7 @@ def parse(*argv: str) -> tuple[Own, dict[str, Any]]:
     return Command("made-up", Own, configuration=True).parse_config(argv)
 
 
-# Other keys without which a key has no effect.
+# Other keys that a key needs to have an effect
 MOE = {"model": {"num_experts": 16}}
 YARN = {"model": {"rope_scaling": {"factor": 8.0, "original_max_position_embeddings": 2048}}}
 LLAMA3 = {"model": {"rope_scaling": {**YARN["model"]["rope_scaling"], "rope_type": "llama3"}}}
@@ -87,7 +87,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("model.rope_scaling.low_freq_factor", "model.rope_scaling.high_freq_factor"), LLAMA3),
     **dict.fromkeys(("model.rope_scaling.short_factor", "model.rope_scaling.long_factor"), LONGROPE),
 }
-# Valid values of keys for which `another` would return an invalid one.
+# Valid values of keys for which `another` would return an invalid one
 VALUES: dict[str, str] = {
     "compute.gpu_budget": "22.5",
     "model.num_attention_heads": "6",
@@ -362,7 +362,7 @@ def test_help_of_one_group(capsys: pytest.CaptureFixture[str]) -> None:
         ("--weight_decay", "--optim.weight-decay"),
         ("--sequence-length", "--batch.sequence-length"),
         ("--batch-size", "--batch.tokens"),
-        ("--max-steps", None),  # the made-up command has no --steps
+        ("--max-steps", None),  # the fake command has no --steps
         ("--something-else", None),
     ],
 )

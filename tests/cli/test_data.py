@@ -56,7 +56,7 @@ def test_next_commands_follow_the_amount_of_text(
 
 
 def test_show_lists_the_largest_sources(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Every file that a shell's pattern names is a source of its own."""
+    """Every file that a shell pattern matches is a separate source."""
     files = [tmp_path / f"text-{letter}.txt" for letter in "abcdefghijklmno"]
     for number, file in enumerate(files):
         file.write_text(f"a line of text {number}\n" * (100 + number))
@@ -101,7 +101,7 @@ def test_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_languages_by_field_and_by_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Documents without a language get that of --lang; the counts are those of the text itself."""
+    """Documents without a language get that of --lang, and the counts equal those of the text itself."""
     records = make_corpus(tmp_path / "a.jsonl", 60)
     lines = [
         {"text": r["text"], "language": r["lang"]} if r["lang"] == "hi" else {"text": r["text"]}
@@ -125,12 +125,14 @@ def test_languages_by_field_and_by_option(tmp_path: Path, capsys: pytest.Capture
             assert one["bytes_per_token"] == pytest.approx(one["text_bytes"] / text_tokens)
     assert run(["show", out]) == 0
     assert "fertility" in capsys.readouterr().out
-    with pytest.raises(UsageError, match="lang"):  # other arguments than those of the data in --out
+    with pytest.raises(UsageError, match="lang"):  # its arguments differ from those of the data in --out
         run(command)
 
 
 def test_languages_by_source(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """LANG=SOURCE is the language of text files and of records without one; a file may have an equals sign."""
+    """LANG=SOURCE sets the language of text files and of records without one.
+    File names may contain an equals sign.
+    """
     for name in ("a.txt", "b.txt", "lang=c.txt"):
         (tmp_path / name).write_text(f"{name} some words\n" * 400)
     (tmp_path / "d.jsonl").write_text('{"text": "own", "lang": "own"}\n{"text": "none"}\n')
@@ -151,7 +153,7 @@ def test_languages_by_source(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_a_pattern_with_an_equals_sign(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Directories of partitions, such as year=2024, are not languages."""
+    """Partition directories such as year=2024 are not languages."""
     (tmp_path / "year=2024").mkdir()
     (tmp_path / "year=2024" / "a.txt").write_text("some words\n" * 400)
     monkeypatch.chdir(tmp_path)

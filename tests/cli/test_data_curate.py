@@ -77,5 +77,5 @@ def test_refused_input_exits_with_two(corpus: Path, tmp_path: Path) -> None:
         file.write("not json\n")
     command = ["data", "curate", str(corpus), "--out", str(tmp_path / "out"), "--workers", "1"]
     assert main([*command, "--on-bad", "refuse"]) == 2
-    assert main(command) == 2  # other arguments than those of the curation in --out
+    assert main(command) == 2  # its arguments differ from those of the curation in --out
     assert main([*command, "--no-resume"]) == 0

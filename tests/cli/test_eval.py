@@ -146,7 +146,7 @@ def test_long_context(run: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_long_context_beyond_the_model(run: MadeRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is refused before bits per byte, which take long, are measured."""
+    """It is refused before the slow measurement of bits per byte."""
 
     def measure(*_: object, **__: object) -> None:
         raise AssertionError("bits per byte were measured")
@@ -164,7 +164,7 @@ def test_a_sequence_length_without_effect(made: Made, tmp_path: Path) -> None:
 
 
 def test_parallel(run: MadeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each language of the file has the bits of the same sentences evaluated alone as a text."""
+    """Each language of the file has the bits of its sentences evaluated alone as a text."""
     rows = [{"id": n, "en": f"the sea {n}", "xx": f"{n} ships, ships and ships"} for n in range(7)]
     (tmp_path / "both.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = [str(run.path), "--parallel", str(tmp_path / "both.jsonl"), "--languages", "en,xx"]

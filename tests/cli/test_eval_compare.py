@@ -1,4 +1,4 @@
-"""`deskside eval`: translations scored as by sacrebleu, and two models compared on the same items."""
+"""`deskside eval`: translations scored as in sacrebleu, and two models compared on the same items."""
 
 import json
 import re
@@ -37,7 +37,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
 
 @pytest.fixture(scope="module")
 def other(made: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model with other weights."""
+    """A model of the same shape with other weights."""
     model = Transformer(made.model.config)
     initialize(model, seed=9, options=InitOptions(head_std=0.4, output="fan_in"))
     return save_hf(model, made.model.config, made.folder, tmp_path_factory.mktemp("other") / "other")
@@ -90,7 +90,7 @@ def test_scores_are_sacrebleus(evaluated: Eval, data: Path, tmp_path: Path) -> N
 
 
 def test_two_models(evaluated: Eval, other: Path, tmp_path: Path) -> None:
-    """Against the model itself, and against the file of its items: the same numbers, and scipy's."""
+    """A comparison with the other model and with the file of its items gives the same numbers, and scipy's."""
     mine, theirs = tmp_path / "mine.jsonl", tmp_path / "theirs.jsonl"
     compared = evaluated("--compare", str(other), "--items", str(mine))["compare"]["tasks"]
     back = evaluated("--compare", str(mine))["compare"]["tasks"]
@@ -112,7 +112,7 @@ def test_two_models(evaluated: Eval, other: Path, tmp_path: Path) -> None:
 def test_chrf_is_printed_as_it_is(
     made: Made, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also below 1, where it looks like a share of right answers."""
+    """Also below 1, where it could be mistaken for a share of right answers."""
     items = tmp_path / "items.jsonl"
     arguments = [
         str(made.folder),
@@ -138,7 +138,7 @@ def test_chrf_is_printed_as_it_is(
 
 
 def data_of(items: Path) -> Path:
-    """The folder of the data, from the origin of an item."""
+    """Return the folder of the data, from the origin of an item."""
     return Path(json.loads(items.read_text("utf-8").splitlines()[0])["origin"].rsplit(":", 1)[0]).parent
 
 

@@ -79,7 +79,7 @@ def test_q8_0_reports_tensors_in_float16(
     assert output.out == f"{out / 'small-Q8_0.gguf'}\n"
     assert "2 tensors are in float16, such as blk.0.ffn_down.weight" in output.err  # the MLP is 48 wide
     assert f"llama-server -m {out / 'small-Q8_0.gguf'}" in output.err
-    # A new export replaces files that only the program itself has written.
+    # A new export replaces only files that the program itself has written.
     assert run_export([str(made.path), "--to", "gguf", "--out", str(out)]) == 0
     assert names(out) == ["Modelfile", "README.md", "deskside.json", "small-F32.gguf"]
 
@@ -201,7 +201,7 @@ def test_damaged_checkpoints_are_an_error(to: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("to", ["hf", "gguf"])
 def test_a_full_disk_keeps_the_earlier_export(to: str, made: MadeRun, tmp_path: Path) -> None:
-    """A limit of 30 kB on the size of files stands for a full disk."""
+    """A file size limit of 30 kB simulates a full disk."""
     out = tmp_path / "out"
     run_export([str(made.path), "--to", to, "--out", str(out)])
     before = {path.name: path.read_bytes() for path in out.iterdir()}

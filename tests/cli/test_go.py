@@ -1,4 +1,6 @@
-"""`deskside go`: refused options, complete pipelines, kills in every phase, a change of the band, a target loss."""
+"""`deskside go`: refused options, complete pipelines, kills in every phase, a
+change of the band, and a target loss.
+"""
 
 import json
 import random
@@ -46,7 +48,7 @@ every = "10 steps"
 every = "1h"
 """
 LIMIT, STEP = 60.0, 0.25  # seconds of the virtual clock
-TAIL = 6.0 + 0.005 * LIMIT  # seconds reserved for the end, on a machine that is not busy
+TAIL = 6.0 + 0.005 * LIMIT  # seconds reserved for the end, on an idle machine
 HOURS = 0.004  # 14.4 s of real time
 
 
@@ -54,7 +56,8 @@ HOURS = 0.004  # 14.4 s of real time
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tiny.toml").write_text(PRESET, "utf-8")
-    monkeypatch.setattr(journals, "contention", lambda: 1.0)  # independent of other work on this machine
+    # independent of other processes on this machine
+    monkeypatch.setattr(journals, "contention", lambda: 1.0)
     deskside.STARTED = time.perf_counter()
     return tmp_path
 
@@ -362,7 +365,7 @@ def wait_for(true: Callable[[], bool], child: tiny_run.Child, seconds: float = 6
     ],
 )
 def test_a_kill_in_every_phase(phase: str, here: Path, data: Path) -> None:
-    """The pipeline continues where it was, with its remaining hours. The time in between does not count."""
+    """The pipeline continues in its phase with its remaining hours. The time between the processes does not count."""
     run, mark = here / "runs" / "tiny", here / "mark"
     child = tiny_run.call(paused, phase, argv(data), str(mark), log=here / "first.log")
     wait_for(mark.exists, child)
@@ -440,7 +443,7 @@ def test_kills_at_random_moments(seed: int, here: Path, data: Path) -> None:
 
 
 def measuring(words: list[str], mark: str) -> None:
-    """Run `deskside go` with a doctor that starts a child process which does not end."""
+    """Run `deskside go` with a doctor that starts a child process that never ends."""
 
     def doctor(*_: Any) -> dict[str, Any]:
         lasting = ["sh", "-c", f"echo $$ > '{mark}'; exec sleep 600"]
@@ -459,7 +462,7 @@ def test_a_signal_before_training_ends_child_processes(here: Path, data: Path) -
     assert child.wait() == 143, child.text()
     assert "stopped; continue with: deskside go --resume runs/tiny" in child.text()
     stat = Path("/proc", mark.read_text("utf-8").strip(), "stat")
-    # Ended, or a zombie, since nothing reaps it here.
+    # Ended, or a zombie, because nothing reaps it here.
     assert not stat.exists() or stat.read_text("utf-8").rsplit(")")[1].split()[0] == "Z"
     assert state(run)["phase"] == "doctor"
     again = tiny_run.call(go, ["go", "--resume", str(run), "--yes"], log=here / "log")
@@ -497,7 +500,7 @@ def test_nohup_ignores_sighup(here: Path, data: Path) -> None:
 
 @pytest.mark.full
 def test_two_processes_train_and_one_goes_on(here: Path, data: Path) -> None:
-    """In 43 s, too few for a probe: the processes of --gpus train within the hours of the launcher."""
+    """43 seconds are too few for a probe. The processes of --gpus train within the launcher's hours."""
     run, log = here / "runs" / "tiny", here / "log"
     first = tiny_run.program(argv(data, "--gpus", "2", hours=0.012), log)
     tiny_run.kill_at_step(run, 20, lambda: first.send_signal(signal.SIGINT), lambda: first.poll() is None)
@@ -543,7 +546,7 @@ def test_the_plan_is_for_all_gpus(here: Path, data: Path, monkeypatch: pytest.Mo
 
 
 def test_launched_processes_share_the_clock(here: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """go.json has the time that the launcher has spent; a process that it has started does not count it twice."""
+    """go.json contains the launcher's time, and a process that it has started does not count that time twice."""
     run = RunDirectory.create(here / "runs", "tiny", "tiny")
     options = {"preset": "tiny.toml", "data": str(data), "given": {}, "gpu_budget": None}
     options |= {"target_loss": None, "probes": "probes", "gpus": 2}
@@ -571,7 +574,7 @@ def test_a_target_out_of_reach(
 
 
 def two_bands(patch: pytest.MonkeyPatch) -> None:
-    """Replace the plan by one with a speed that is far too high, and with a band that is better at the real speed."""
+    """Replace the plan by one whose speed is far too high, with a band that is better at the real speed."""
     original = phases.plan
 
     def wrong(request: phases.PipelineRequest, seconds: float) -> tuple[dict[str, Any], None]:
@@ -606,7 +609,7 @@ def test_another_band_is_trained_in_the_remaining_time(
     original, seen = go_command.Pipeline.report, []
 
     def report(pipeline: go_command.Pipeline) -> None:
-        time.sleep(0.2)  # some intervals in which the state is saved
+        time.sleep(0.2)  # several intervals of saving the state
         seen.append(state(second)["spent_seconds"])
         with (
             pytest.raises(UsageError, match="another process is running this pipeline"),
@@ -624,7 +627,7 @@ def test_another_band_is_trained_in_the_remaining_time(
     assert not (first / "summary.json").exists() and (second / "report.html").exists()
     assert json.loads((second / "run.json").read_text())["config"]["model"]["num_hidden_layers"] == 1
     assert result["spent_seconds"] <= LIMIT and state(second)["phase"] == "done"
-    # The clock continued: the second run starts with the time that the first one has spent.
+    # The clock continued: the second run starts with the first one's time.
     assert rows(second)[0]["seconds"] > rows(first)[-1]["seconds"]
     assert seen[0] == pytest.approx(rows(second)[-1]["seconds"], abs=1.0)
     assert refused(["go", "--resume", str(first)], capsys).startswith(f"{second} is done")
@@ -634,7 +637,9 @@ def test_another_band_is_trained_in_the_remaining_time(
 def test_the_decision_for_another_band_survives_a_kill(
     stopped: str, here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kill comes before the new run has a directory, or before it has a state. Resumed in another directory."""
+    """The kill comes before the new run has a directory, or before it has a state.
+    The run is resumed in another directory.
+    """
     two_bands(monkeypatch)
     virtual(monkeypatch)
     first, second = here / "runs/tiny", here / "runs/tiny-small"

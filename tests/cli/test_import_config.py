@@ -135,7 +135,7 @@ def test_unsloth(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", [AXOLOTL, UNSLOTH])
 def test_no_key_is_lost(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each key with a value that does something is in the report."""
+    """Every key with a value that has an effect appears in the report."""
     import yaml
 
     (tmp_path / "other.yml").write_text(text, "utf-8")
@@ -225,7 +225,7 @@ def test_refused(text: str, message: str, tmp_path: Path) -> None:
 def test_sft_trains_with_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Options come before the file; the file is only for its command."""
+    """Options override the file, and only the command that it was written for accepts it."""
     monkeypatch.chdir(tmp_path)
     model = tiny_model(tmp_path / "model")
     turns = [

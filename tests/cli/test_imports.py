@@ -1,4 +1,4 @@
-"""Modules that a command may not load. Help, completion and wrong usage must not wait for torch."""
+"""Modules that a command must not load: help, completion and wrong usage must not wait for torch."""
 
 import json
 import subprocess
@@ -10,9 +10,9 @@ import pytest
 from deskside.cli.main import COMMANDS
 from tests.serve import made_run
 
-# Each takes from 0.1 s to seconds to import.
+# Each takes 0.1 s or more to import.
 HEAVY = {"torch", "triton", "transformers", "tokenizers", "datasets", "pyarrow", "matplotlib", "pandas"}
-# What `import torch` does not load itself, and a model that is neither compiled nor sharded does not need.
+# `import torch` does not load these itself, and a model that is neither compiled nor sharded does not need them.
 UNNEEDED = {
     "torch._dynamo",
     "torch._inductor",
@@ -43,7 +43,7 @@ print(json.dumps(found))
 
 
 def loaded(commands: list[list[str]], modules: set[str]) -> list[tuple[list[str], int, list[str]]]:
-    """Return, after each command, its exit code and which of `modules` this and the earlier commands have loaded."""
+    """Return, for each command, its exit code and which of `modules` this and the earlier commands have loaded."""
     arguments = [sys.executable, "-c", RUN, json.dumps(commands), json.dumps(sorted(modules))]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True, timeout=300)
     return [tuple(row) for row in json.loads(done.stdout.splitlines()[-1])]

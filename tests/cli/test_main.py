@@ -1,4 +1,4 @@
-"""The command line: help that fits the terminal, one-line errors, exit codes, --debug."""
+"""The command line: help that fits the terminal, one-line errors, exit codes, and --debug."""
 
 import io
 import os
@@ -64,7 +64,7 @@ def test_help_has_an_example_and_fits(argv: list[str], capsys: pytest.CaptureFix
 
 
 def test_messages_name_commands_that_exist() -> None:
-    """Every `deskside NAME` in brackets, after a colon or a backtick, in a message or a docstring."""
+    """Checks every `deskside NAME` in brackets, after a colon or in backticks, in messages and docstrings."""
     sources = [path.read_text() for path in PACKAGE.rglob("*.py")]
     named = {name for text in sources for name in re.findall(r"[(`:] ?deskside ([a-z][a-z-]+)", text)}
     assert {"train", "sft", "plan"} <= named <= set(cli.COMMANDS)
@@ -105,7 +105,7 @@ BUG = "deskside: this is a bug; deskside --debug ... shows where"
 
 
 class Panic(BaseException):
-    """An exception like the panics of Rust libraries."""
+    """An exception like the panics of Rust libraries, which do not derive from Exception."""
 
 
 class Mute(Exception):
@@ -181,7 +181,7 @@ def test_a_signal_determines_the_exit_code(
 
 
 def test_as_a_process() -> None:
-    """python -m deskside returns the exit code, and prints a traceback only with --debug."""
+    """`python -m deskside` returns the exit code, and prints a traceback only with --debug."""
     plain = subprocess.run(
         [sys.executable, "-m", "deskside", "train", "nope"], capture_output=True, text=True
     )
@@ -197,7 +197,7 @@ def test_as_a_process() -> None:
 
 
 def test_main_help_imports_no_library() -> None:
-    """`deskside --help` took 0.03 s of CPU time; pydantic alone takes 0.1 s."""
+    """`deskside --help` took 0.03 s of CPU time, and pydantic alone takes 0.1 s."""
     code = (
         "import sys; from deskside.cli.main import main; main(['--help']); "
         "heavy = {'argparse', 'numpy', 'pydantic', 'rich', 'torch'} & set(sys.modules); sys.exit(bool(heavy))"
@@ -206,7 +206,7 @@ def test_main_help_imports_no_library() -> None:
 
 
 def test_a_closed_pipe_ends_the_command_quietly() -> None:
-    """As in `deskside train --help | head -1`."""
+    """This happens in `deskside train --help | head -1`."""
     process = subprocess.Popen(
         [sys.executable, "-m", "deskside", "train", "124m", "--dry-run"],
         stdout=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""`deskside models`: every family is listed, with what the planner says for a card."""
+"""`deskside models`: every family is listed with what the planner says for a GPU."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Directories of PEFT adapters on the command line: exported, chatted with and evaluated like other models."""
+"""PEFT adapter directories on the command line: they are exported, chatted with and evaluated like other models."""
 
 import json
 from pathlib import Path

@@ -164,7 +164,7 @@ def test_default_prices_are_noted(capsys: pytest.CaptureFixture[str]) -> None:
     assert cost["electricity"]["source"] == cost["rent"]["source"] == "given"
     assert cost["electricity"]["usd"] == pytest.approx(0.5 * cost["kwh"]["expected"], rel=1e-3)
     assert cost["rent"]["usd"] == pytest.approx(24 * 0.25)
-    # For a GPU without a rental price in our table, the cost of renting is left out, with a note.
+    # For a GPU without a rental price in our table, the rental cost is omitted, with a note.
     _, out, _ = plan(capsys, "--gpu 'RTX 3060 12GB' --hours 24 --json")
     cost = json.loads(out)["cost"]
     assert cost["rent"] is None and any("renting is left out" in note for note in cost["notes"])
@@ -180,7 +180,7 @@ def test_the_hours_are_split_between_phases(capsys: pytest.CaptureFixture[str]) 
 
 @pytest.mark.parametrize("line", ["--gpu rtx4090 --hours 24 --json", "--gpu rtx5090 --preset 710m --json"])
 def test_speed_and_imports(line: str, tmp_path: Path) -> None:
-    """Counts function calls instead of seconds: these plans need 0.7 and 1.4 million, less than a second."""
+    """Counts function calls instead of seconds: these plans need 0.7 and 1.4 million calls, less than a second."""
     code = (
         "import cProfile, pstats, sys; from deskside.cli.main import main; profile = cProfile.Profile(); "
         "code = profile.runcall(main, sys.argv[1:]); "
@@ -208,7 +208,7 @@ ALIGNED = 'base = "124m"\n[align]\nname = "sft"\n[data]\ndocument_mask = true\n'
 def test_no_loss_is_predicted_for_fine_tuning(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model: str, budget: str
 ) -> None:
-    """The scaling law of the loss holds only for models that are trained from random weights."""
+    """The scaling law holds only for models that are trained from random weights."""
     (tmp_path / "sft.toml").write_text(ALIGNED)
     line = f"--gpu rtx4090 --preset {model} {budget}"
     code, out, _ = plan(capsys, line)
@@ -312,7 +312,7 @@ def test_a_safe_band_that_needs_more_memory_has_a_reason(line: str, capsys: Any)
 
 
 def test_hours_for_fine_tuning_name_their_command(capsys: Any) -> None:
-    """`go` pretrains and evaluates; the time for fine-tuning is left for `deskside sft`."""
+    """`go` pretrains and evaluates, so the time for fine-tuning names `deskside sft`."""
     code, out, _ = plan(capsys, "--gpu rtx4090 --hours 24 --details")
     told = " ".join(out.split())
     assert code == 0 and "left for deskside sft" in told
@@ -335,7 +335,7 @@ def test_prepared_data_say_how_much_text_there_is(tmp_path: Path, capsys: pytest
 
 
 def test_prepared_data_give_the_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A model that the planner chooses has that of the data, and one of a preset at least as many tokens."""
+    """A model that the planner chooses gets the vocabulary of the data, and a preset at least that many tokens."""
     write_text(tmp_path / "text.txt")
     prepare([str(tmp_path / "text.txt")], tmp_path / "data", CorpusOptions(vocab_size=300))
     small = tmp_path / "small.toml"

@@ -42,7 +42,7 @@ def test_json_store_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert Path(found["map"]).read_bytes().startswith(b"\x89PNG")
     assert len(Path(found["store"]).read_text().splitlines()) == 5
     assert "1 of 4: 4x256 2/2" in err and "20.00 TFLOP/s" in err
-    # Again: nothing is measured, and the output tells so.
+    # The second call measures nothing and says so.
     before = Path(found["store"]).read_bytes()
     assert call(tmp_path) == 0
     out, err = capsys.readouterr()
@@ -137,7 +137,7 @@ def test_a_second_probe_at_the_same_time_is_refused(tmp_path: Path) -> None:
             call(tmp_path)
         assert not open_store(tmp_path / "probes").path(card).exists()
     assert call(tmp_path) == 0
-    with open_store(tmp_path / "probes").measuring(card):  # with everything stored, nothing is measured
+    with open_store(tmp_path / "probes").measuring(card):  # everything is stored, so nothing is measured
         assert call(tmp_path, depth="4", sequence="512") == 0
 
 
@@ -179,7 +179,7 @@ def test_a_signal_ends_the_command_and_its_child_process(tmp_path: Path, number:
 
 def test_the_time_limit_interrupts_a_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DESKSIDE_TEST_PID", str(tmp_path / "pid"))
-    # With the real estimates, no measurement would start within such a short limit.
+    # With real estimates, no measurement would start within such a short limit.
     monkeypatch.setattr("deskside.probe.sweep.BENCHMARK_SECONDS", {"cpu": 0.0, "cuda": 0.0})
     monkeypatch.setattr("deskside.probe.grid.SETUP_SECONDS", {"cpu": 0.0, "cuda": 0.0})
     began = time.monotonic()

@@ -1,4 +1,4 @@
-"""`deskside probe --share` with faked measurements of a GPU: what is written, and what is refused before measuring."""
+"""`deskside probe --share` with fake measurements of a GPU: what is written, and what is refused before measuring."""
 
 import getpass
 import io
@@ -22,7 +22,7 @@ FAKES = "tests.probe.fakes:"
 
 @pytest.fixture(autouse=True)
 def _on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine has an H200, and its doctor's report names the host, a user's folder and a UUID."""
+    """Pretend that this machine has an H200 whose doctor report names the host, a user's folder and a UUID."""
     checks = [
         {"id": "bf16", "verdict": "works", "reason": "", "name": "BF16"},
         {"id": "step_bf16", "verdict": "crashed", "reason": f"{Path.home()}/x.so: no such file", "name": "a"},

@@ -1,4 +1,4 @@
-"""`deskside search`: what is refused, the dry run, and a real search on a small text."""
+"""`deskside search`: refused options, the dry run, and a real search on a small text."""
 
 import json
 from pathlib import Path
@@ -85,7 +85,7 @@ def test_from_the_text_to_a_preset_that_trains(here: Path, capsys: pytest.Captur
     )
     assert outcome.spent_seconds <= 0.06 * 3600 + 30
     assert main(["search", "searches/demo", "--resume", "--hours", "2"]) == 2
-    assert main(["search", *argv[1:], *QUICK]) == 2  # it is not begun again by accident
+    assert main(["search", *argv[1:], *QUICK]) == 2  # it is not restarted by accident
     assert (
         main(["search", *argv[1:], *QUICK, "--dry-run"])
         == main(["search", "searches/demo", "--dry-run"])

@@ -1,4 +1,4 @@
-"""What every command prints in a terminal: no line is too wide, no word is cut, and printed commands can be pasted."""
+"""The terminal output of every command: no line is too wide, no word is cut, and printed commands can be pasted."""
 
 import json
 import re
@@ -85,7 +85,7 @@ def stop() -> None:
     )
 
 
-# name -> the command line (with the exit code), or a function that prints as the command does after its work
+# name -> the command line (with the exit code), or a function that prints the command's final output
 PAGES: dict[str, tuple[str, int] | Callable[[], None]] = {
     "help": ("--help", 0),
     **{f"help of {name}": (f"{name} --help", 0) for name in COMMANDS},
@@ -137,7 +137,7 @@ NARROW = (
 
 
 def shown(page: str, columns: int, patch: pytest.MonkeyPatch, capsys: Capture) -> str:
-    """Return what a page prints in a terminal of this width, on both streams."""
+    """Return what a page prints on both streams, in a terminal of this width."""
     patch.setenv("COLUMNS", str(columns))
     patch.setenv("TERM", "dumb")  # a terminal without progress bars
     patch.setattr(sys.stderr, "isatty", lambda: True)
@@ -155,15 +155,15 @@ def shown(page: str, columns: int, patch: pytest.MonkeyPatch, capsys: Capture) -
 
 
 def words(text: str) -> set[str]:
-    """Return the words, without the backslashes of commands, and without the colon that follows a label.
+    """Return the words, without the backslashes of commands and the colon after a label.
 
-    Numbers, which may be times, become 0.
+    Numbers are replaced by 0, because they may be times.
     """
     return {re.sub(r"\d+(?:[.,]\d+)*", "0", word).rstrip(":") for word in text.split()} - {"\\"}
 
 
 def printed_commands(text: str) -> list[str]:
-    """Return the commands that stand on lines of their own, indented or below a line that ends in a colon."""
+    """Return the commands on lines of their own, indented or below a line that ends in a colon."""
     found, lines = [], text.splitlines()
     for number, line in enumerate(lines):
         if line.startswith("  deskside ") or (
@@ -181,7 +181,7 @@ def parse(command: str) -> None:
     program, name, *arguments = shlex.split(command.partition(" > ")[0])
     assert program == "deskside"
     module = import_module(COMMANDS[name][0])
-    if hasattr(module, "COMMANDS"):  # data and facts, which have commands of their own
+    if hasattr(module, "COMMANDS"):  # data and facts have subcommands
         parser: Command[Any] = module.COMMANDS[arguments.pop(0)]
     else:
         parser = module.COMMAND
@@ -190,7 +190,7 @@ def parse(command: str) -> None:
 
 @pytest.fixture(scope="module")
 def planned() -> Callable[..., Plan]:
-    """`make_plan`, which computes a plan once for all pages and widths."""
+    """Return `make_plan` with a cache that computes each plan once for all pages and widths."""
     plans: dict[str, Plan] = {}
 
     def plan(*arguments: Any) -> Plan:
@@ -229,7 +229,7 @@ def test_a_page(
 
 
 def test_commands_in_messages_are_found() -> None:
-    """Errors that end in a command have it behind a colon, where it is moved to lines of its own."""
+    """Errors that end in a command have it after a colon, so that it is moved to its own lines."""
     text = "stopped; continue with: deskside study st --resume, or give another directory with --out"
     assert COMMAND.findall(text) == ["deskside study st --resume"]
 

@@ -259,7 +259,7 @@ def test_dry_run_as_text(argv: list[str], here: Path, capsys: pytest.CaptureFixt
 
 
 def test_init_takes_the_shape_of_the_weights(made: MadeRun, capsys: pytest.CaptureFixture[str]) -> None:
-    """The shape of the weights replaces all of the preset's shape."""
+    """The shape of the weights replaces the preset's whole shape."""
     for preset in ([], ["gpt2"]):
         result = dry([*preset, "--init", str(made.path)], capsys)
         assert RunConfig.model_validate(result["config"]).model == made.config.model
@@ -289,7 +289,7 @@ def test_dry_run_of_a_resume_shows_the_recorded_run(
     ],
 )
 def test_speed_of_steps_and_of_the_run(rate: float | None, said: str) -> None:
-    """The speed of the whole run, tokens / seconds, is shown too if it is lower than that of the steps."""
+    """The speed of the whole run, tokens / seconds, is also shown if it is lower than that of the steps."""
     summary = {
         "tokens": 35_700,
         "seconds": 100.0,

@@ -1,4 +1,4 @@
-"""Adapters in a configuration: contradictory options are refused in one line, with the remedy."""
+"""Adapters in a configuration: contradictory options are refused in one line that names the remedy."""
 
 from typing import Any
 

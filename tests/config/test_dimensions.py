@@ -1,4 +1,4 @@
-"""Sizes that do not fit a recipe are refused, with the key and a size that fits."""
+"""Sizes that do not fit a recipe are refused with the key and a size that fits."""
 
 from typing import Any
 
@@ -41,7 +41,8 @@ def test_presets_fit_every_recipe(preset: str, recipe: str) -> None:
         ("nvfp4", {"intermediate_size": 2050}, "model.intermediate_size: 2050", {"intermediate_size": 2048}),
         ("nvfp4-eden", {"hidden_size": 832, "head_dim": 64}, "model.hidden_size: 832", {"hidden_size": 896}),
         ("fp8", {"head_dim": 62}, "model.head_dim: 12 query", {"head_dim": 64}),
-        # 12 query heads of 64 have 768 = 6 x 128 rows, but the 3 heads of k alone have 192, no multiple of 128.
+        # 12 query heads of 64 have 768 = 6 x 128 rows, but the 3 heads of k alone have 192, which is no multiple of
+        # 128.
         ("fp8-nvfp4", {"fused_qkv": False}, "model.head_dim: 12 query", {"head_dim": 128}),
         ("fp8-nvfp4", {"intermediate_size": 2112, "fused_gate_up": False}, "model.intermediate_size: 2112",
          {"intermediate_size": 2176}),
@@ -58,7 +59,7 @@ def test_a_size_that_does_not_fit(
 
 
 def test_a_fused_gate_and_up_has_twice_the_rows() -> None:
-    """Gate and up together have 2 x 2112 = 33 x 128 rows; the columns of the down projection need a multiple of 16."""
+    """Gate and up have 2 x 2112 = 33 x 128 rows together. The columns of the down projection need a multiple of 16."""
     build([{"model": {"intermediate_size": 2112}, "precision": {"name": "nvfp4-eden"}}])
 
 
@@ -76,7 +77,7 @@ def test_a_fused_gate_and_up_has_twice_the_rows() -> None:
 def test_native_nvfp4_needs_multiples_of_two_blocks(
     recipe: str, parts: dict[str, Any], key: str | None
 ) -> None:
-    """Other sizes are allowed but emulated; the reason names the size."""
+    """Other sizes are allowed but emulated, and the reason names the size."""
     reason = build([{**parts, "precision": {"name": recipe}}]).native_fp4_problem()
     if key is None:
         assert reason is None

@@ -1,4 +1,4 @@
-"""The fused kernels' coverage, as the planner reads it from a configuration."""
+"""The fused kernels' coverage, as the planner derives it from a configuration."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The default batch on several GPUs: grows with the root of their number, and only where nobody set one."""
+"""The default batch on several GPUs grows with the square root of their number, and only if the user set none."""
 
 import math
 from typing import Any

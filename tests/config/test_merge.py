@@ -1,4 +1,4 @@
-"""Merging of layers into one configuration: origins, alternatives, options without effect, one-line errors."""
+"""Merging layers into one configuration: origins, alternatives, options without effect, and one-line errors."""
 
 import json
 import math
@@ -26,7 +26,7 @@ from deskside.config.optim import AdamWConfig
 from deskside.config.run import RunConfig
 from deskside.utils.errors import UsageError
 
-# (key, cause) of every rule of NO_EFFECT -> (a layer in which the key has an effect, a layer that takes it away).
+# (key, cause) of every rule of NO_EFFECT -> (a layer in which the key has an effect, a layer that removes it).
 LIVE_AND_DEAD: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
     ("model.rope_theta", "model.position_embedding"): (
         {"model": {"rope_theta": 5e5}},
@@ -303,7 +303,7 @@ def test_a_key_without_effect_set_in_the_same_place_is_an_error(rule: Any) -> No
 
 
 def dead_value(below: dict[str, Any], above: dict[str, Any], rule: Any) -> dict[str, Any]:
-    """Return a layer with only the key, for a place above the layer that takes its effect away."""
+    """Return a layer with only the key, to be put above the layer that removes its effect."""
     part, leaf = rule.key.split(".")
     return {part: {leaf: below[part][leaf]}}
 
@@ -338,7 +338,7 @@ def test_the_same_alternative_again_keeps_its_options() -> None:
 
 
 def test_another_data_path_drops_the_sources_of_the_first() -> None:
-    """They would be prepared into a misspelt path, and the model would be trained on another text than meant."""
+    """Otherwise they would be prepared into a misspelled path, and the model would be trained on the wrong text."""
     preset = {"data": {"path": "data/demo", "sources": ["bundled:text.txt"], "val_fraction": 0.1}}
     data = build([preset, {"data": {"path": "data/mine"}}]).data
     assert (data.path, data.sources, data.val_fraction) == ("data/mine", (), None)
@@ -448,7 +448,7 @@ def test_errors_are_one_line_with_key_and_remedy(layer: dict[str, Any], words: t
 
 
 def test_keeping_most_projections_leaves_the_rest() -> None:
-    """In a fused weight, q_proj and up_proj keep the other projections of the weight in BF16 too."""
+    """In a fused weight, q_proj and up_proj keep the weight's other projections in BF16 too."""
     keep = ["q_proj", "o_proj", "up_proj", "down_proj"]
     for apart in ("fused_qkv", "fused_gate_up"):
         assert build(
@@ -459,7 +459,7 @@ def test_keeping_most_projections_leaves_the_rest() -> None:
 
 @st.composite
 def typos(draw: st.DrawFn) -> str:
-    """A key with one character of its last word changed, left out or doubled, or two of them swapped."""
+    """Return the key with one character of its last word changed, omitted or doubled, or two of them swapped."""
     key = draw(st.sampled_from(option_keys()))
     head, _, leaf = key.rpartition(".")
     at = draw(st.integers(0, len(leaf) - 1))
@@ -494,7 +494,7 @@ def test_a_key_is_suggested_for_a_typo(wrong: str) -> None:
 
 
 def test_the_suggested_key_is_the_right_one() -> None:
-    """For long words with one letter left out, the suggestion is nearly always the key itself."""
+    """For long words with one letter omitted, the suggestion is nearly always the key itself."""
     random.seed(5)
     long = [key for key in option_keys() if len(key.rpartition(".")[2]) >= 6]
     right = 0
@@ -547,16 +547,16 @@ LEAVES = [path for path, field in config_fields()]
 @pytest.mark.parametrize("path", LEAVES, ids=".".join)
 @pytest.mark.parametrize("value", [True, [True], math.nan, math.inf, -math.inf, "???", {"?": 1}], ids=str)
 def test_invalid_values_are_refused_for_every_key(path: tuple[str, ...], value: object) -> None:
-    """The message starts with the key as it is written, without additions of pydantic."""
+    """The message starts with the key as written, and contains nothing of pydantic's."""
     key = ".".join(path)
     field = dict(config_fields())[path]
     takes = {True: bool, "???": str}.get(value) if isinstance(value, bool | str) else None
     if takes is not None and takes in (field.annotation, *get_args(field.annotation)):
         return
     if key == "data.sources" or (key == "data.weights" and value == {"?": 1}):
-        return  # a list of any texts, a table of any names
+        return  # a list of arbitrary texts, a table with arbitrary names
     if path[0] == "track" and value is True:
-        return  # true is a project's name, too: deskside
+        return  # true also gives the project's name: deskside
     with pytest.raises(UsageError) as caught:
         build([layer_with(path, value)])
     assert re.match(rf"{re.escape(key)}(\.\d+)?: ", str(caught.value)), caught.value
@@ -604,7 +604,7 @@ def test_options_that_contradict_given_weights_are_refused(key: str) -> None:
         "shared_expert_intermediate_size",
     }
     beside = {"norm_bias": {"norm": "layernorm"}, "num_experts": {"num_experts_per_tok": 2}}.get(key, {})
-    if key in moe_only:  # without effect in a dense model, which is another error
+    if key in moe_only:  # it has no effect in a dense model, which is a different error
         return
     refuse_other_model(own, {"model": {key: getattr(own, key)}}, "runs/a")
     given = {"model": {**beside, key: other[key]}}
@@ -639,7 +639,7 @@ def test_a_part_that_one_layer_gives_as_a_value_is_one_line() -> None:
 
 
 def test_yarn_is_set_key_by_key_on_top_of_a_model_without_it() -> None:
-    """As `--init` does: the layers of a resolved model have rope_scaling None."""
+    """`--init` sets YaRN this way, because the layers of a resolved model have rope_scaling None."""
     keys = {"factor": 8.0, "original_max_position_embeddings": 2048}
     layers = resolved_layers("model", RunConfig().model.model_dump(mode="json"))
     longer = {"model": {"rope_scaling": keys, "max_position_embeddings": 16384}}

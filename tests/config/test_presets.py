@@ -73,7 +73,9 @@ EXPERTS = {
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_parameters_with_experts(name: str) -> None:
-    """As Qwen3-MoE in transformers. The dense model of the same active size differs by the router only."""
+    """The parameter count equals Qwen3-MoE's in transformers. The dense model of the
+    same active size differs only by the router.
+    """
     config = build(presets.layers(name))
     model = config.model
     layers, hidden, heads, kv_heads, head_dim, width, parameters, length = EXPERTS[name]

@@ -1,4 +1,4 @@
-"""Recipes: equal to the published ones, and valid combinations of the options of an operand."""
+"""Recipes equal the published ones, and their operands combine options validly."""
 
 from typing import get_args
 
@@ -52,7 +52,7 @@ def test_the_forward_rounds_to_nearest(recipe: Recipe) -> None:
 
 @pytest.mark.parametrize("name", ["nvfp4", "nvfp4-4o6", "nvfp4-unbiased"])
 def test_nvidias_arrangement(name: str) -> None:
-    """arXiv 2509.25149: equal W and W^T, stochastic rounding of gradients, one transformed product."""
+    """arXiv 2509.25149: W and W^T are equal, gradients are rounded stochastically, and one product is transformed."""
     recipe = RECIPES[name]
     assert recipe.output.right == recipe.input_gradient.right
     assert recipe.output.right.scaling == "16x16"

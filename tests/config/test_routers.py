@@ -1,4 +1,4 @@
-"""Routers and shared experts that no Hugging Face architecture has are refused, with the option that helps."""
+"""Routers and shared experts that no Hugging Face architecture supports are refused with the option that helps."""
 
 from typing import Any
 

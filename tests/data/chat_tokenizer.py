@@ -45,7 +45,7 @@ def make(folder: Path, template: str | None = None) -> Path:
 
 
 def talk(*contents: str, system: str | None = None) -> list[dict[str, Any]]:
-    """Return messages of these contents, by user and assistant in turn."""
+    """Return messages with these contents, alternating between user and assistant."""
     start = [] if system is None else [{"role": "system", "content": system}]
     roles = ("user", "assistant")
     return start + [{"role": roles[n % 2], "content": text} for n, text in enumerate(contents)]

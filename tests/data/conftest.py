@@ -1,4 +1,4 @@
-"""A small prepared data set with two languages, made once for all tests that only read it."""
+"""A small prepared data set with two languages, created once for all tests that only read it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.data.data_corpus import make_corpus
 
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Several shards per split, so that tests cross the boundaries of shards."""
+    """A data set with several shards per split, so that tests cross shard boundaries."""
     folder = tmp_path_factory.mktemp("prepared")
     make_corpus(folder / "corpus.jsonl", 300)
     out = folder / "out"

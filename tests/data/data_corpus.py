@@ -1,4 +1,4 @@
-"""A made-up corpus in two languages for the tests of this folder."""
+"""A synthetic corpus in two languages for the tests of this folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""index.json and prepare.json with any value of a wrong kind: the error is one line that names the file."""
+"""index.json and prepare.json with a value of a wrong kind anywhere: the error is one line that names the file."""
 
 import copy
 import json
@@ -22,7 +22,9 @@ DELETED = object()
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the path of every entry in a JSON value; of entries with the same fields, only those of the first."""
+    """Yield the path of every entry in a JSON value. Of entries with the same
+    fields, only those of the first are visited.
+    """
     if path:
         yield path
     inside = (
@@ -49,7 +51,9 @@ def changed(whole: Any, path: tuple[Any, ...], value: object) -> Any:
 
 
 def check(file: Path, use: Callable[[], object]) -> int:
-    """Call `use` for every change of a JSON file. Only RunError and UsageError may be raised; return their number."""
+    """Call `use` for every change of a JSON file, allowing only RunError and
+    UsageError. Return the number of errors.
+    """
     whole = json.loads(file.read_text())
     text = file.read_bytes()
     refused = 0
@@ -76,7 +80,7 @@ def check(file: Path, use: Callable[[], object]) -> int:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A data set of one shard per split, with bad input and an ignored file."""
+    """A data set with one shard per split, bad input and an ignored file."""
     make_corpus(tmp_path / "corpus.jsonl", 60)
     with (tmp_path / "corpus.jsonl").open("a") as file:
         file.write('{"body": 1}\n')
@@ -108,7 +112,7 @@ def test_prepare(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("content", [b"\xff", b"[", b"3", b"{}", b""])
 def test_stamp(small: Path, content: bytes) -> None:
-    """A damaged stamp is written again."""
+    """A damaged stamp is rewritten."""
     (small / shards.STAMP).write_bytes(content)
     shards.check(small)
     assert json.loads((small / shards.STAMP).read_text())["index.json"]

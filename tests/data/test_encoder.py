@@ -26,7 +26,7 @@ TEXTS = ["The river ran under a stone bridge; it's 1234 o'clock.\n\n", "नम�
 
 
 def spec_of(name: str) -> dict[str, Any]:
-    """Return the tokenizer.json of a small vocabulary with the surroundings that a published tokenizer has."""
+    """Return the tokenizer.json of a small vocabulary with the other components of a published tokenizer."""
     spec = json.loads(bpe.train(TEXTS, 600).to_str())
     split, byte_level = spec["pre_tokenizer"]["pretokenizers"]
     if name in PATTERNS:
@@ -56,7 +56,7 @@ def fast_encoder(tokenizer_json: str) -> Encoder:
 
 @pytest.fixture(scope="module")
 def tokenizers() -> dict[str, Tokenizer]:
-    """Tokenizers like published ones, with special tokens and one that is ordinary text."""
+    """Tokenizers like published ones, with special tokens and with an added token that is ordinary text."""
     found = {}
     for name in NAMES:
         found[name] = Tokenizer.from_str(json.dumps(spec_of(name)))

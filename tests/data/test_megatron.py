@@ -1,4 +1,4 @@
-"""Megatron-LM's own reader finds the documents that were prepared, each with the end-of-text token behind it."""
+"""Megatron-LM's own reader finds the prepared documents, each followed by the end-of-text token."""
 
 import json
 import resource
@@ -18,7 +18,7 @@ from deskside.data.corpus.prepare import prepare
 from deskside.data.reading.shards import EncodedDocument, SplitInfo, publish, read_index, write_shard
 from deskside.utils.errors import UsageError
 
-# Without the packages' own __init__.py, which import all of Megatron for several seconds.
+# Skips the packages' own __init__.py, which import all of Megatron for several seconds.
 READ = """
 import json, sys, types
 for name in ("megatron", "megatron.core", "megatron.core.datasets"):
@@ -33,7 +33,7 @@ TEXTS = [f"Document {number} says: {'la ' * (number % 7)}end." for number in ran
 
 
 def read(prefix: Path) -> tuple[list[list[int]], list[int], str]:
-    """What megatron-core reads: the sequences, the table of documents, the type."""
+    """Return what megatron-core reads: the sequences, the table of documents, and the type."""
     oracles = find_spec("deskside_oracles")
     folders = [Path(each) / "megatron_core" for each in oracles.submodule_search_locations] if oracles else []
     folder = next((each for each in folders if each.is_dir()), None)
@@ -58,7 +58,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_megatron_reads_the_same_documents(prepared: Path, tmp_path: Path) -> None:
     index = read_index(prepared)
-    assert len(index.splits["train"].shards) > 1  # or the seams between shards are not tested
+    assert len(index.splits["train"].shards) > 1  # otherwise the seams between shards are not tested
     written = megatron.convert(prepared, tmp_path)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     texts = []
@@ -74,7 +74,9 @@ def test_megatron_reads_the_same_documents(prepared: Path, tmp_path: Path) -> No
 
 @pytest.mark.full
 def test_a_large_vocabulary_has_the_type_that_megatron_knows(tmp_path: Path) -> None:
-    """uint32 in shards is int32 in .bin; a shard is written by hand, since such a tokenizer takes minutes."""
+    """uint32 in shards becomes int32 in .bin. The shard is written by hand, because
+    training such a tokenizer takes minutes.
+    """
     documents = [
         EncodedDocument(np.array(ids, dtype=np.uint32), 0) for ids in ([70000, 1], [2], [], [3, 69999, 4])
     ]

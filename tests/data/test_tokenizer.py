@@ -183,7 +183,7 @@ def test_wrong_tokenizers(tmp_path: Path) -> None:
 
 
 def test_token_bytes_above_uint16() -> None:
-    """A token may have more than 65,535 bytes, if the corpus repeats one letter."""
+    """A token may exceed 65,535 bytes if the corpus repeats one letter."""
     long = "a" * 70_000
     tokenizer = Tokenizer(models.BPE({long: 0, "b": 1}, []))
     tokenizer.decoder = decoders.ByteLevel()

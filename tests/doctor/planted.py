@@ -1,4 +1,4 @@
-"""Checks that are fine, refuse, hang or crash, run by children as the doctor runs its own."""
+"""Checks that pass, refuse, hang or crash, run in child processes as the doctor runs its own."""
 
 import os
 import time
@@ -29,7 +29,7 @@ def odd_error() -> dict[str, Any]:
 
 
 def poisoned() -> dict[str, Any]:
-    """What torch raises at every later call once a kernel read where it must not."""
+    """Raise the error that every later torch call raises after a kernel's illegal memory access."""
     raise LookupError("CUDA error: an illegal memory access was encountered")
 
 
@@ -38,6 +38,6 @@ def out_of_memory() -> dict[str, Any]:
 
 
 def poison_cuda() -> dict[str, Any]:
-    """Reads beyond the end of a tensor on a GPU, which leaves the whole process without CUDA."""
+    """Read beyond the end of a tensor on a GPU, which makes CUDA unusable for the whole process."""
     values = torch.zeros(4, device="cuda")
     return {"verdict": "works", "reason": str(values[torch.tensor([10**6], device="cuda")].sum().item())}

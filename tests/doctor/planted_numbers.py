@@ -1,4 +1,4 @@
-"""Checks with wrong numbers planted in them, run by children as the doctor runs its own."""
+"""Checks with deliberately wrong numbers, run in child processes as the doctor runs its own."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def slightly_wrong_product() -> dict[str, Any]:
 
 
 def zero_gradient_product() -> dict[str, Any]:
-    """A library whose output is right and whose gradients are all zero."""
+    """A library whose output is right but whose gradients are all zero."""
 
     def multiply(a: ScaledOperand, b: ScaledOperand, gradient: bool) -> Tensor:
         product = RIGHT.multiply(a, b, gradient)
@@ -42,7 +42,7 @@ def zero_gradient_product() -> dict[str, Any]:
 
 
 def zero_gradient_recipe() -> dict[str, Any]:
-    """A recipe whose layer computes right outputs and input gradients, and weight gradients that are all zero."""
+    """A recipe whose layer computes right outputs and input gradients, but weight gradients that are all zero."""
     return check_gemm.as_result(
         selfcheck.check_gemm(lambda x, w: x @ w.detach().T + 0 * w.sum(), 0.12, "cpu"), 0.12
     )
@@ -64,7 +64,7 @@ def zero_gradient_attention() -> dict[str, Any]:
 
 
 def windowless_attention() -> dict[str, Any]:
-    """A backend that takes a window and ignores it."""
+    """A backend that accepts a window and ignores it."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, context: AttentionContext) -> Tensor:
         return backend_named("sdpa").function(q, k, v, AttentionContext(backend="sdpa"))

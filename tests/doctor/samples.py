@@ -1,4 +1,4 @@
-"""Facts and results as an examination of a card has them, to be changed by the tests of advice and table."""
+"""Sample facts and results of a GPU examination, which the tests of the advice and of the table modify."""
 
 from copy import deepcopy
 from typing import Any
@@ -190,5 +190,5 @@ def facts(**changes: Any) -> dict[str, Any]:
 
 
 def results(**changes: dict[str, Any]) -> list[dict[str, Any]]:
-    """The results, with those of the given ids changed."""
+    """Return the results, with changes to those that have the given ids."""
     return [result | changes.get(result["id"], {}) for result in deepcopy(RESULTS)]

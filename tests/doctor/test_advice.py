@@ -1,4 +1,4 @@
-"""What follows from facts and results: each rule with a machine that has the defect and one that has not."""
+"""The advice derived from facts and results: each rule is tested on a machine with the defect and on one without."""
 
 from typing import Any
 

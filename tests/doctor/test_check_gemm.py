@@ -1,4 +1,4 @@
-"""The doctor's rows for recipes: training's own self-check, told in the doctor's words."""
+"""The doctor's rows for recipes: training's own self-check in the doctor's terms."""
 
 import json
 
@@ -18,7 +18,7 @@ def test_every_recipe_trains_right_on_a_cpu_emulated(name: str) -> None:
     assert result["verdict"] == "works", result
     assert result["details"]["native"] is False
     assert set(result["errors"]) == set(ERRORS)
-    # Below the noise of the format nothing was quantised at all: E4M3 alone costs a product 3.7e-2.
+    # An error below the format's noise means that nothing was quantized: E4M3 alone costs a product 3.7e-2.
     assert all(0.02 < error < RECIPES[name].tolerance for error in result["errors"].values())
 
 

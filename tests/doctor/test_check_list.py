@@ -1,4 +1,6 @@
-"""Children that are right, wrong, refuse, hang and crash: what is planted must be found and blamed on its maker."""
+"""Child processes that are right, wrong, refuse, hang or crash: every planted
+fault is found and attributed correctly.
+"""
 
 from pathlib import Path
 from typing import Any

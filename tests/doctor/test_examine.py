@@ -1,4 +1,6 @@
-"""The command: JSON alone on standard output, exit codes, a table of 80 columns; and a quick look at this machine."""
+"""`deskside doctor`: only JSON on standard output, exit codes, a table of 80
+columns, and a quick look at this machine.
+"""
 
 import io
 import json
@@ -85,7 +87,7 @@ def test_table_of_a_machine_that_cannot_train() -> None:
 
 
 def planted(monkeypatch: pytest.MonkeyPatch, verdict: str) -> None:
-    """An examination whose facts are the sample's and whose training steps have this verdict."""
+    """Return an examination with the sample's facts, in which training steps have this verdict."""
     outcome = child_process.ProcessOutcome("ok", samples.facts(), "", 0.1)
     monkeypatch.setattr(child_process, "run", lambda *_: outcome)
     steps = [
@@ -161,5 +163,5 @@ def test_quick_look_at_this_machine_in_a_terminal_of_80_columns() -> None:
 def _read(descriptor: int) -> bytes:
     try:
         return os.read(descriptor, 65536)
-    except OSError:  # the other side was closed
+    except OSError:  # the reader has closed its end
         return b""

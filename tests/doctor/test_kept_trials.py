@@ -1,4 +1,4 @@
-"""`deskside doctor --trials` and `--clear-trials`: what is kept, whether it is valid here, and how it is deleted."""
+"""`deskside doctor --trials` and `--clear-trials`: what is cached, whether it is valid here, and how it is deleted."""
 
 import json
 from pathlib import Path

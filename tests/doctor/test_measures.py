@@ -1,4 +1,4 @@
-"""The checks themselves on a CPU: they pass what is right, with errors of the right size, and find what is not."""
+"""The checks themselves on a CPU: they pass correct results with errors of the right size, and find wrong ones."""
 
 import sys
 from pathlib import Path
@@ -34,7 +34,7 @@ def test_compare_tells_zero_not_finite_and_off_apart() -> None:
     assert off["errors"]["a"] == pytest.approx(0.1)
     nan = check_tools.compare({"a": torch.tensor([float("nan"), 4.0]), "none": torch.zeros(2)}, truth, 1e-3)
     assert nan["reason"] == "a is not finite" and nan["errors"]["a"] is None
-    # However wide the tolerance is, nothing but zeros is wrong.
+    # However wide the tolerance is, a result of zeros is wrong.
     zero = check_tools.compare({"a": torch.zeros(2), "none": torch.zeros(2)}, truth, 10.0)
     assert (zero["verdict"], zero["reason"]) == ("wrong numbers", "a is all zero")
     # A gradient where there must be none is an error too.
@@ -58,7 +58,7 @@ def test_grouped_products_of_experts() -> None:
 
 
 def test_plain_matmul_of_less_precision_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As TF32 would be, where somebody switched it on."""
+    """This happens with TF32, if a user has enabled it."""
     monkeypatch.setitem(check_gemm.PLAIN, "fp32", (torch.bfloat16, check_gemm.PLAIN["fp32"][1]))
     result = check_gemm.plain("fp32", "cpu")
     assert result["verdict"] == "wrong numbers" and "output is off by" in result["reason"]
@@ -94,7 +94,8 @@ def test_attention_backends(name: str, window: bool, monkeypatch: pytest.MonkeyP
 def test_flops_count_the_pairs_that_see_each_other(window: int | None) -> None:
     need = Requirements(2, 7, 3, 1, 5, torch.float32, CPU, window)
     pairs = sum(1 for q in range(7) for k in range(7) if k <= q and (window is None or q - k < window))
-    forward = 2 * 2 * 2 * 3 * 5 * pairs  # rows, two products of a multiply and an add, heads, channels
+    # rows, two products of a multiplication and an addition, heads, channels
+    forward = 2 * 2 * 2 * 3 * 5 * pairs
     assert check_attention.flops(need) == 3.5 * forward
 
 
@@ -179,11 +180,11 @@ def test_only_compilers_that_torch_and_triton_look_for_count(
     assert machine_facts.collect()["cxx_compiler"] == str(tmp_path / "clang++")
 
 
-# Libraries that are not installed here: stand-ins with the same interface, right and wrong
+# Libraries that are not installed here: stand-ins with the same interface, right and wrong ones
 
 
 class _Layer(nn.Module):
-    """A linear layer whose backward a test may spoil."""
+    """A linear layer whose backward a test may break."""
 
     spoil = False
 

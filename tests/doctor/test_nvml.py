@@ -1,4 +1,4 @@
-"""What is asked of NVML, with a driver made up for it: units, unknowns, and a driver that says nothing at all."""
+"""Queries of NVML, with a fake driver: units, unknown values, and a driver that answers nothing at all."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ def silent(*_: Any) -> Any:
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A driver that answers what it is told to answer, and nothing else."""
+    """A driver that returns only the answers that a test has set."""
     for name in dir(pynvml):
         if name.startswith(("nvmlDevice", "nvmlSystem", "nvmlInit")):
             monkeypatch.setattr(pynvml, name, silent)

@@ -1,4 +1,6 @@
-"""FP8, MXFP8 and NVFP4 operands against ml_dtypes, and the scaled layouts against a kernel written from their words."""
+"""FP8, MXFP8 and NVFP4 operands against ml_dtypes, and scale layouts against a
+kernel written from their documentation.
+"""
 
 from typing import Any
 
@@ -35,7 +37,7 @@ def test_fp8_codes_are_those_of_ml_dtypes(name: str, gradient: bool) -> None:
     np.testing.assert_array_equal(operand.codes.view(torch.uint8).numpy(), expected)
     assert np.isfinite(operand.dequantize().numpy()).all()
     rows = operand.dequantize().abs().amax(dim=1)
-    if name == "fp8_row":  # every row uses the whole range: its largest value is kept exactly
+    if name == "fp8_row":  # every row uses the whole range, so its largest value is exact
         torch.testing.assert_close(rows, x.abs().amax(dim=1).double(), rtol=1e-6, atol=0)
 
 
@@ -49,7 +51,7 @@ def test_mx_scale_is_the_smallest_power_of_two_that_fits(seed: int, exponent: fl
     assert bool((torch.log2(steps) == torch.log2(steps).round()).all())
     assert bool((blocks / steps <= 448).all())
     assert bool((blocks / (steps / 2) > 448).all())
-    # The byte that the kernel reads means the same power of two.
+    # The byte that the kernel reads encodes the same power of two.
     bytes_RB = unswizzle(operand.scales[0].view(torch.uint8).numpy(), 3, 2)
     np.testing.assert_array_equal(
         bytes_RB.view(ml_dtypes.float8_e8m0fnu).astype(np.float32), steps.numpy().astype(np.float32)
@@ -77,7 +79,7 @@ def test_swizzle_puts_every_scale_where_cublas_looks(rows: int, blocks: int) -> 
 
 
 def unswizzle(flat: np.ndarray, rows: int, blocks: int) -> np.ndarray:
-    """Element by element, from cuBLAS's description of its 128 x 4 tiles."""
+    """Return the scales in plain order, element by element, following cuBLAS's description of its 128 x 4 tiles."""
     tiles_along = -(-blocks // 4)
     out = np.empty((rows, blocks), dtype=flat.dtype)
     for r in range(rows):
@@ -88,7 +90,7 @@ def unswizzle(flat: np.ndarray, rows: int, blocks: int) -> np.ndarray:
 
 
 def emulated(operand: ScaledOperand) -> np.ndarray:
-    """What a kernel makes of the bytes of an operand, with ml_dtypes' formats and the layout above."""
+    """Return the values that a kernel reads from an operand's bytes, using ml_dtypes' formats and the layout above."""
     if operand.codes.dtype == torch.float4_e2m1fn_x2:
         packed = operand.codes.view(torch.uint8).numpy()
         codes = np.stack((packed & 15, packed >> 4), axis=-1).reshape(packed.shape[0], -1)
@@ -118,7 +120,7 @@ def test_block_formats_with_a_kernel_made_from_their_definition(name: str, small
     form = FORMATS[name]
     result = check_gemm.check_format(Format(form.quantize, emulated_product, form.tolerance), CPU)
     assert result["verdict"] == "works", result["reason"]
-    # The rounding of the format is in these errors, and of nothing but the result in those.
+    # These errors contain the rounding of the format, and those below only the rounding of the result.
     assert all(0.01 < error < form.tolerance / 1.5 for error in result["errors"].values())
     exact = result["details"]["errors_against_rounded_operands"]
     assert all(error < 3e-3 for error in exact.values())
@@ -145,7 +147,7 @@ def test_scales_in_plain_order_are_wrong_numbers(
 
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_torch_refuses_block_formats_on_a_cpu_in_its_own_words(name: str) -> None:
-    """So that they are reported as unsupported and not as wrong. On a GPU tests/gpu runs them."""
+    """They are therefore reported as unsupported and not as wrong. On a GPU, tests/gpu runs them."""
     operand = FORMATS[name].quantize(random(128, 128), False)
     with pytest.raises((ValueError, RuntimeError, NotImplementedError)):
         FORMATS[name].multiply(operand, operand, False)

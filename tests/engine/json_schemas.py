@@ -1,4 +1,4 @@
-"""JSON schemas to constrain answers with: made by a seeded generator, and ones that are known to be hard."""
+"""JSON schemas that constrain answers: made by a seeded generator, and ones that are known to be hard."""
 
 import datetime
 import enum
@@ -44,7 +44,7 @@ def random_schemas(count: int, seed: int) -> list[Schema]:
 
 
 def _schema(rng: random.Random, depth: int) -> Schema:
-    """Return a schema. Containers are rarer further in, so that the answers end."""
+    """Return a schema. Containers are rarer at deeper levels, so that the answers end."""
     simple = (_string, _integer, _number, _constant)
     compound = (_object, _object, _object, _array, _array, _union, _combined)
     return rng.choice(compound if depth > 1 and rng.random() < 0.7 else simple)(rng, depth - 1)
@@ -158,7 +158,7 @@ def _combined(rng: random.Random, depth: int) -> Schema:
     return {"type": "object", "allOf": parts, "additionalProperties": True, "maxProperties": 4}
 
 
-# Known hard ones
+# Schemas that are known to be hard
 
 
 class Colour(enum.Enum):
@@ -177,7 +177,9 @@ class Box(BaseModel):
 
 
 class Picture(BaseModel):
-    """Most of what pydantic writes: references, defaults, optional fields, unions with a discriminator, formats."""
+    """Most of what pydantic writes: references, defaults, optional fields, unions
+    with a discriminator, and formats.
+    """
 
     title: str = Field(max_length=12, description="of the picture")
     colour: Colour = Colour.RED

@@ -1,4 +1,4 @@
-"""Bias, minimum length and penalties against transformers' processors and OpenAI's formula."""
+"""Logit bias, minimum length and penalties, compared with transformers' processors and OpenAI's formula."""
 
 from collections import Counter
 
@@ -57,7 +57,7 @@ def test_bias_minimum_and_repetition_equal_transformers(logits_1V: torch.Tensor)
 def test_presence_and_frequency_follow_openais_formula(
     logits_1V: torch.Tensor, presence: float, frequency: float
 ) -> None:
-    """mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence, where c counts the answer alone."""
+    """mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence, where c counts tokens of the answer only."""
     counts = Counter(ANSWER)
     expected = [
         x - counts[j] * frequency - (counts[j] > 0) * presence for j, x in enumerate(logits_1V[0].tolist())

@@ -1,9 +1,9 @@
-"""What a step on a card must keep to: a CUDA graph holds it, and a deterministic run may take it.
+"""Requirements of a decoding step on a GPU: a CUDA graph can capture it, and a deterministic run can execute it.
 
 A capture fails at whatever waits for the device: a value read by the host, a shape that depends on values, and a copy
-from the host's memory, such as the constant of `x[index] = True`, which torch keeps in a tensor on the CPU
-(github.com/pytorch/pytorch/pull/186486). The step runs on "meta" here, which has shapes alone, so that reading a value
-raises by itself; the rest is refused by hand.
+from host memory, such as the constant of `x[index] = True`, which torch keeps in a tensor on the CPU
+(github.com/pytorch/pytorch/pull/186486). Here, the step runs on "meta", where tensors have only shapes, so that
+reading a value raises. The other cases are refused by a dispatch mode.
 """
 
 import random
@@ -37,12 +37,13 @@ SAMPLINGS = {
     "sorted": Sampling(0.9, top_p=0.9),
 }
 LANES, PAGES = 4, 3
-TOP = 5  # most probable tokens of each position
+TOP = 5  # the most probable tokens of each position
 
 
 class OnOneDevice(TorchDispatchMode):
-    """Refuses every operator that has to do with a tensor on the CPU, and the one that `use_deterministic_algorithms`
-    refuses on CUDA: training draws samples at its end."""
+    """Refuses every operator with a tensor on the CPU, and the one that `use_deterministic_algorithms` refuses on
+    CUDA, because training draws samples at its end.
+    """
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -54,7 +55,7 @@ class OnOneDevice(TorchDispatchMode):
 
 
 class NoConstantsByIndex(TorchFunctionMode):
-    """Refuses `x[index] = number`, whose number a GPU fetches from the host."""
+    """Refuses `x[index] = number`, because a GPU fetches the number from the host."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is Tensor.__setitem__ and any(isinstance(i, Tensor) for i in tree_leaves(args[1])):
@@ -63,7 +64,7 @@ class NoConstantsByIndex(TorchFunctionMode):
 
 
 def models(*layers: int) -> list[CachedModel]:
-    """Models on "meta" with these numbers of layers."""
+    """Return models on "meta" with these numbers of layers."""
     return [
         CachedModel(make(**VARIANTS["window"], num_hidden_layers=n).to(META), LANES * PAGES, 16, 48)
         for n in layers
@@ -101,7 +102,7 @@ def test_a_step_stays_on_its_device(kind: str, adjusted: bool, constrained: bool
 def test_a_prefill_pass_stays_on_its_device(
     kind: str, adjusted: bool, constrained: bool, drafts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel of attention, which the interpreter tests, is replaced by its output's shape."""
+    """The attention kernel, which is tested in the interpreter, is replaced by its output's shape."""
     monkeypatch.setattr(prefill, "packed_kernel_supports", lambda heads, pool: True)
     monkeypatch.setattr(prefill_triton, "attend_packed", lambda q_NHC, *rest: torch.empty_like(q_NHC))
     vocabulary, tokens = SHAPE["vocab_size"], 32
@@ -131,7 +132,9 @@ class Operators(TorchDispatchMode):
 
 
 class Replays:
-    """Graphs that compute without a graph, and without counting: to the host, a replay is one launch."""
+    """Replaces graph capture: computes without a graph and does not count
+    operators, because a replay is one launch.
+    """
 
     def __init__(self) -> None:
         self.kinds: list[Hashable] = []
@@ -155,7 +158,7 @@ def on_the_host(layers: int, prompts: Sequence[int]) -> tuple[int, list[Hashable
 
 
 def test_the_host_does_little_for_a_prefill_pass() -> None:
-    """What it calls does not depend on the number of layers."""
+    """The number of operators that it calls does not depend on the number of layers."""
     counts, kinds = zip(
         *(on_the_host(layers, prompts) for layers in (1, 4) for prompts in ((60,), (3, 40, 17), (9,) * 8)),
         strict=True,
@@ -166,7 +169,7 @@ def test_the_host_does_little_for_a_prefill_pass() -> None:
 
 
 def test_shapes_do_not_grow_with_the_variety_of_prompts() -> None:
-    """Every new shape costs memory that is never given back: plans of cuBLAS and cuDNN, and CUDA graphs."""
+    """Every new shape costs memory that is never freed: plans of cuBLAS and cuDNN, and CUDA graphs."""
     engine = Engine(make(num_hidden_layers=1), max_batch=4, max_tokens=512, page_size=16)
     engine._run_ahead = True
     shapes = set()

@@ -1,4 +1,4 @@
-"""The random numbers of the engine: reproducible, apart from each other, and distributed as they say."""
+"""The engine's random numbers are reproducible, independent of each other, and have the stated distributions."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def rows(count: int, seed: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_distributions() -> None:
-    """Kolmogorov-Smirnov at fixed seeds, along each of the three arguments."""
+    """Kolmogorov-Smirnov tests at fixed seeds, along each of the three arguments."""
     n = 20_000
     stream, count = rows(n)
     tokens = torch.arange(n)[None]

@@ -1,4 +1,4 @@
-"""What is free on a card, by the allocator's numbers, and the cache that it has room for."""
+"""Free memory on a GPU according to the allocator, and the cache that fits into it."""
 
 from functools import partial
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from tests.engine.test_generate import VARIANTS, make
 def test_free_is_what_nobody_has_and_what_torch_does_not_use(
     share: float, free: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 100 bytes others have 30, and torch 45 of which 20 are used."""
+    """Of 100 bytes, other processes use 30. torch has reserved 45 and uses 20 of them."""
     given = {"mem_get_info": (25, 100), "memory_reserved": 45, "memory_allocated": 20}
     answers: dict[str, Any] = {**given, "get_per_process_memory_fraction": share}
     for name, answer in answers.items():
@@ -38,7 +38,7 @@ def test_a_cache_leaves_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.cache_tokens(model, 500, 32) == 500
     assert device.cache_tokens(model, 10**6, 32) == 850_000
     assert device.cache_tokens(model, 10**6, 900_000) == 900_000
-    # More than what the share leaves.
+    # exceeds what the share leaves
     passes = 2 * device.prefill_bytes(model.config, 4, device.PREFILL_TOKENS)
     monkeypatch.setattr(device, "free_bytes", lambda device: passes + 100 * each)
     assert device.cache_tokens(model, 1000, 32) == 100
@@ -47,7 +47,7 @@ def test_a_cache_leaves_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["gqa", "mha", "moe", "moe, sigmoid, shared"])
 @pytest.mark.parametrize("width", [64, 16])
 def test_the_bytes_of_a_prefill_pass_are_its_peak(name: str, width: int) -> None:
-    """Of all storages that are there at once."""
+    """The peak is that of all storages that exist at the same time."""
     sizes = {"moe_intermediate_size" if "moe" in name else "intermediate_size": width}
     model = make(**VARIANTS[name] | sizes, max_position_embeddings=1024).requires_grad_(False)
     computing, tokens = CachedModel(model, 20, 64, 1024), 1024
@@ -72,7 +72,7 @@ def test_the_bytes_of_a_prefill_pass_are_its_peak(name: str, width: int) -> None
         before = live.peak
         computing.prefill(packed, table, zero, ends)
     expected = device.prefill_bytes(model.config, 4, tokens)
-    # The torch forms of the kernels, which run here, keep more than the kernels do.
+    # The kernels' torch forms, which run here, allocate more than the kernels do.
     assert 0.7 * expected < live.peak - before <= 1.4 * expected
 
 

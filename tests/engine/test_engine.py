@@ -1,4 +1,4 @@
-"""The engine under requests that come and go: every answer is what the request gives alone, and nothing leaks."""
+"""The engine while requests come and go: every answer equals the request's answer alone, and nothing leaks."""
 
 from functools import cache
 from typing import Any
@@ -28,7 +28,8 @@ SAMPLINGS = (
     Sampling(0.0, presence_penalty=0.4, frequency_penalty=0.7),
     Sampling(0.9, frequency_penalty=-0.3, logit_bias=((5, 1.5), (90, -100.0), (3, 0.25))),
 )
-SMALL: dict[str, Any] = {"page_size": 4, "prefill_tokens": 8}  # so that a few tokens cross every boundary
+# small, so that a few tokens cross every boundary
+SMALL: dict[str, Any] = {"page_size": 4, "prefill_tokens": 8}
 
 
 @cache
@@ -53,7 +54,7 @@ REQUESTS = st.builds(
     request,
     prompt=st.one_of(
         st.lists(st.integers(0, 96), min_size=1, max_size=20),
-        st.integers(1, 14).map(lambda n: [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7][:n]),  # common beginnings
+        st.integers(1, 14).map(lambda n: [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7][:n]),  # common prefixes
     ),
     new=st.integers(0, 7),
     sampling=st.sampled_from(SAMPLINGS),
@@ -65,7 +66,9 @@ REQUESTS = st.builds(
 @given(st.data())
 @settings(max_examples=40, deadline=None)
 def test_any_order_of_arrivals_and_cancellations(data: st.DataObject) -> None:
-    """Random requests are submitted and cancelled between steps; what ends normally equals the same alone."""
+    """Random requests are submitted and cancelled between steps. Those that end
+    normally equal the same request alone.
+    """
     drawn = data.draw
     engine = Engine(
         model(),
@@ -111,7 +114,7 @@ def test_any_order_of_arrivals_and_cancellations(data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_architectures_in_pages_and_parts(name: str) -> None:
-    """Prompts of unequal length computed in parts, with small pages, more of them than rows."""
+    """Prompts of unequal length are computed in parts, with small pages, and there are more prompts than rows."""
     made = make(**VARIANTS[name])
     engine = Engine(made, max_batch=3, max_tokens=160, **SMALL)
     answers = engine.run([request(prompt, 20) for prompt in PROMPTS])
@@ -127,14 +130,14 @@ def test_samples_of_a_prompt_equal_separate_prompts_and_share_its_pages() -> Non
     (answers,) = engine.run([asked])
     assert [answer.tokens for answer in answers] == [expected(asked, sample) for sample in range(6)]
     assert len({tuple(answer.tokens) for answer in answers}) > 3
-    # Of 14 tokens 12 fill three pages: they are computed once, and the last two for every sample.
+    # 12 of 14 tokens fill three pages, which are computed once. The last two are computed for every sample.
     assert sum(computed) == 14 + 5 * 2
     separate = [request(prompt, 6, Sampling(1.0), seed=3, first_sample=sample) for sample in range(6)]
     assert [answer.tokens for (answer,) in engine.run(separate)] == [a.tokens for a in answers]
 
 
 def counted(engine: Engine) -> list[int]:
-    """Real prompt tokens of every prefill from now on."""
+    """Return a list that records the number of real prompt tokens of every later prefill."""
     computed: list[int] = []
     forward = engine._models[0]
     prefill = forward.prefill
@@ -198,18 +201,18 @@ def test_a_pass_beside_decoding_is_small_unless_it_completes_as_many_prompts(
     engine.step()
     engine.step()
     assert computed == [2, 4, 4]
-    engine.submit(request([9, 8, 7], 3))  # completed beside 13 tokens of the long one
+    engine.submit(request([9, 8, 7], 3))  # completed together with 13 tokens of the long one
     assert {event.request for event in engine.step()} == {0, 2}
     assert computed == [2, 4, 4, 16]
     list(engine.events())
-    assert computed[4:] == [4, 4, 11]  # the last part, which one row waits for and one begins after
+    assert computed[4:] == [4, 4, 11]  # the last part, which one row waits for, and another row begins after
 
 
 def test_waiting_for_memory_and_never_fitting() -> None:
     engine = Engine(model(), max_batch=4, max_tokens=16, **SMALL)
     assert engine.free_tokens == 16
     kv = 2 * 2 * 2 * 8 * 4  # k and v, layers, heads, channels, bytes
-    assert engine.nbytes == (16 + 4) * kv  # and one page that is nobody's
+    assert engine.nbytes == (16 + 4) * kv  # and one page that belongs to no row
     first, second = engine.submit(request([1], 11)), engine.submit(request([2], 7))
     engine.step()
     assert engine.free_tokens == 4

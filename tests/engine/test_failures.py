@@ -1,5 +1,6 @@
-"""What fails in the engine fails alone: one sample with the model's output, one batch with a step, one request with its
-own values."""
+"""Failures in the engine stay isolated: non-finite output fails one sample, a failing step
+one batch, and invalid values one request.
+"""
 
 import copy
 from typing import Any
@@ -15,7 +16,7 @@ from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError
 from tests.engine.test_generate import make, plain
 
-POISON = 77  # a token whose embedding is NaN; no answer to GOOD holds it
+POISON = 77  # a token whose embedding is NaN; no answer to GOOD contains it
 GOOD = [[5, 17, 3, 8, 9], [1], [88, 4, 4, 61, 30, 2, 9, 11, 12, 13]]
 
 
@@ -46,7 +47,7 @@ def all_events(engine: Engine) -> list[Event]:
 def test_output_that_is_not_finite_fails_its_sample_alone(
     ahead: bool, drafted: bool, sampling: Sampling
 ) -> None:
-    """NaN stays in the pages that the failed rows held, and in the one for padding; it must not reach other rows."""
+    """NaN stays in the pages of the failed rows and in the padding page. It must not reach other rows."""
     model = poisoned()
     other: dict[str, Any] = {"draft": Draft(model, 2)} if drafted else {}
     engine = Engine(model, max_batch=4, max_tokens=160, page_size=4, prefill_tokens=8, **other)
@@ -85,12 +86,12 @@ def test_a_step_that_raises_ends_those_that_ran_and_nobody_else(
         calls.append(1)
         if len(calls) == (3 if where == "decode" else 1):
             for part in (self.cache.k, self.cache.v):
-                part.fill_(torch.nan)  # whatever a device leaves behind
+                part.fill_(torch.nan)  # any state that a device may leave behind
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(self, *rest)
 
     monkeypatch.setattr(CachedModel, where, broken)
-    short = engine.submit(Request((9,), 0))  # its end is news that the failing step has not told
+    short = engine.submit(Request((9,), 0))  # the failing step has not yet reported its end
     prompts = [*GOOD, [3, 1, 4, 1, 5]]
     numbers = [engine.submit(Request(tuple(prompt), 6)) for prompt in prompts]
     events: list[Event] = []

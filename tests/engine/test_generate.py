@@ -1,4 +1,6 @@
-"""Cached, batched generation against the plain loop that runs the whole sequence through the model each time."""
+"""Cached, batched generation, compared with a plain loop that runs the whole
+sequence through the model for each token.
+"""
 
 from collections import Counter
 from typing import Any
@@ -71,7 +73,7 @@ PROMPTS = [[5, 17, 3], [1], [88, 4, 4, 61, 30, 2, 9, 11, 12, 13], [7] * 30]
 def make(**other: Any) -> Transformer:
     model = Transformer(ModelConfig(**(SHAPE | other)))
     generator = torch.Generator().manual_seed(11)
-    with torch.no_grad():  # far from the usual beginning, so that the output is not one token repeated
+    with torch.no_grad():  # large values, so that the output does not repeat one token
         for name, parameter in model.named_parameters():
             spread = 0.25 if parameter.ndim > 1 else 0.1
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * spread)
@@ -81,7 +83,7 @@ def make(**other: Any) -> Transformer:
 
 
 def adjusted(logits_1V: Tensor, sampling: Sampling, prompt: list[int], answer: list[int]) -> Tensor:
-    """Logits with bias and penalties, one token at a time."""
+    """Return the logits with bias and penalties, computed one token at a time."""
     changed_V = logits_1V[0].float().clone()
     for token, bias in sampling.logit_bias:
         changed_V[token] += bias
@@ -138,7 +140,9 @@ def test_sampling_equals_the_uncached_loop_and_follows_the_seed() -> None:
 
 
 def test_rows_that_end_early_do_not_disturb_the_others() -> None:
-    """Stop one row by eos, one by a stop token, one at the last position; the fourth must come out as if alone."""
+    """One row ends by eos, one by a stop token, and one at the last position. The
+    fourth must be as if it was alone.
+    """
     model = make()
     prompts = [[5, 17, 3], [1, 2], [7] * 60, [50, 51]]
     alone = [plain(model, prompt, 30) for prompt in prompts]

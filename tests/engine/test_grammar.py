@@ -1,4 +1,4 @@
-"""Grammars: which tokens they allow, beside the regex package's partial matches, and answers that follow them."""
+"""Grammars: the tokens they allow, compared with the regex package's partial matches, and answers that follow them."""
 
 import json
 from dataclasses import replace
@@ -25,7 +25,7 @@ from tests.engine.test_steps import as_on_a_gpu
 
 TEXTS = ['{"name": "ships", "values": [1, 20, true, null]} the sea 😀 नमस्ते\n'] * 3
 EOS = 0
-PADDED = 7  # tokens that only the model's vocabulary has
+PADDED = 7  # tokens that only the model's vocabulary contains
 
 
 @cache
@@ -69,7 +69,7 @@ def test_masks_are_the_tokens_after_which_the_pattern_can_still_match(pattern: s
         expected = {n for n, p in pieces.items() if p and regex.fullmatch(pattern, text + p, partial=True)}
         complete = regex.fullmatch(pattern, text) is not None
         assert set(allowed) <= expected | ({EOS} if complete else set())
-        # Where the next bytes are certain, only the token is allowed that the tokenizer would give for them.
+        # Where the next bytes are certain, only the tokenizer's own token for them is allowed.
         assert len(allowed) == len(expected) + complete or len(allowed) == 1
         if not expected:
             break
@@ -91,7 +91,7 @@ def test_forbid_is_minus_infinity_where_a_bit_is_zero() -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(0.9, top_k=5, repetition_penalty=1.3)])
 def test_answers_follow_their_grammars_and_leave_others_alone(sampling: Sampling, ahead: bool) -> None:
-    """More requests than slots, so slots are used again by requests without a grammar."""
+    """There are more requests than slots, so requests without a grammar reuse slots."""
     plain = [Request((n, 2), 30, sampling, seed=n) for n in range(1, 7)]
     build = as_on_a_gpu if ahead else Engine
     alone = [build(model(), max_batch=3, tokenizer=tokenizer()).run([request])[0][0] for request in plain]
@@ -148,7 +148,7 @@ def test_white_space_in_json_is_bounded() -> None:
 
 
 def test_a_complete_answer_may_go_on_until_the_end_token() -> None:
-    """The pattern has no longest match, so the model's end token ends it."""
+    """The pattern has no longest match, so only the model's end token ends the answer."""
     (answer,) = answers(Engine(model(), tokenizer=tokenizer()), asked("regex", "[ab]*"))
     assert answer.reason == "eos" and set(answer.text) <= {"a", "b"}
 
@@ -197,7 +197,7 @@ def test_other_tokenizers_are_refused() -> None:
     words = Tokenizer(WordLevel({"a": 0, "b": 1}, unk_token="a"))
     with pytest.raises(UsageError, match="tokenizer"):
         Grammars(words, 2, [0])
-    Grammars(tokenizer(), vocabulary(), [])  # the tokenizer's own end
+    Grammars(tokenizer(), vocabulary(), [])  # the tokenizer's own end token
 
 
 def test_a_grammar_that_fails_ends_only_its_answer() -> None:

@@ -1,4 +1,4 @@
-"""Pages: what is handed out, shared, kept and forgotten, against a model of plain sets."""
+"""Cache pages: which ones are allocated, shared, kept and forgotten, compared with a model of plain sets."""
 
 import pytest
 from hypothesis import given, settings
@@ -25,10 +25,10 @@ def test_known_pages_are_shared_and_kept_until_they_are_wanted() -> None:
     assert second is not None and second[:2] == first[:2] and pages.available == 0
     assert pages.allocate([], 1) is None
     pages.release(first)
-    assert pages.available == 1  # two of the three are still held
+    assert pages.available == 1  # two of the three are still in use
     pages.release(second)
     assert pages.available == 4 and pages.num_cached(keys) == 2
-    third = pages.allocate(keys[:1], 2)  # the end of the text is forgotten before its beginning
+    third = pages.allocate(keys[:1], 2)  # the end of a text is forgotten before its beginning
     assert third is not None and third[0] == first[0] and pages.num_cached(keys) == 2
     assert pages.allocate([], 1) is not None and pages.num_cached(keys) == 1
     pages.forget_contents()
@@ -40,10 +40,10 @@ def test_known_pages_are_shared_and_kept_until_they_are_wanted() -> None:
 def test_nothing_leaks_and_nobody_gets_a_page_that_another_writes(
     steps: list[tuple[int, int, bool]],
 ) -> None:
-    """Texts (four, of which two begin alike) are taken with a number of pages, learnt or not, and released."""
+    """Four texts, two of which share a prefix, allocate pages, register them or not, and release them."""
     texts = [page_keys(text, 2) for text in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 9, 9], [7] * 6, [8] * 6)]
     pages = Pages(8)
-    held: list[tuple[list[int], int]] = []  # pages, and how many of them are shared
+    held: list[tuple[list[int], int]] = []  # pages, and the number of shared ones
     for text, more, learn in steps:
         if more == 6:
             if held:

@@ -1,4 +1,4 @@
-"""The prefix cache: which pages are given again, in a stateful model; answers that are the same with and without."""
+"""The prefix cache: the pages that it returns, in a stateful model, and answers that are equal with and without it."""
 
 import pytest
 from hypothesis import settings
@@ -12,14 +12,15 @@ from deskside.engine.sampling import GREEDY, Sampling
 from tests.engine.test_generate import VARIANTS, make, plain
 
 PAGES, SIZE = 6, 2
-TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=8)  # of two tokens, so that many begin alike
+# only two tokens, so that many texts share a prefix
+TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=8)
 
 
 class PrefixCache(RuleBasedStateMachine):
-    """Rows take pages for a text, write all that they did not find, and leave in any order.
+    """Rows allocate pages for a text, write those that they did not find, and leave in any order.
 
-    `content` is what a row has written to each page: a page that is given as known must hold just that text. The order
-    of eviction is compared with a list of the pages that nobody holds, least recently held first.
+    `content` is what rows have written to each page. A page returned as cached must contain exactly that text. The
+    order of eviction is compared with a list of the unused pages, least recently used first.
     """
 
     held = Bundle("held")
@@ -68,7 +69,7 @@ class PrefixCache(RuleBasedStateMachine):
 
     @rule()
     def forget(self) -> None:
-        """The weights have changed."""
+        """Forget all contents, as after a change of the weights."""
         self.pages.forget_contents()
         self.known.clear()
         self.unused.clear()
@@ -85,7 +86,7 @@ test_prefix_cache = PrefixCache.TestCase
 @pytest.mark.parametrize("drafts", [0, 2])
 @pytest.mark.parametrize("name", ["gqa", "window", "learned"])
 def test_turns_of_a_conversation_and_a_shared_beginning(name: str, drafts: int) -> None:
-    """Memory for two conversations at most, so that pages of the others are evicted between their turns."""
+    """The memory holds at most two conversations, so pages of the others are evicted between their turns."""
     model = make(**VARIANTS[name] | {"num_hidden_layers": 2})
     draft = Draft(make(**VARIANTS[name] | {"num_hidden_layers": 1}), drafts) if drafts else None
     engine = Engine(model, max_batch=2, max_tokens=72, page_size=4, prefill_tokens=16, draft=draft)
@@ -97,14 +98,14 @@ def test_turns_of_a_conversation_and_a_shared_beginning(name: str, drafts: int) 
             assert answer.tokens == plain(model, text, 6)
             text += [*answer.tokens, 40 + turn]
     assert engine.counts.prompt_tokens == 4 * (10 + 17 + 24)
-    # In the first turn at least the two full pages of the beginning, for all but the first.
+    # In the first turn, all conversations but the first reuse at least the two full pages of the common beginning.
     assert 3 * 8 <= engine.counts.cached_tokens < engine.counts.prompt_tokens
     assert engine.evicted_pages > 0
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, repetition_penalty=1.2)])
 def test_a_group_of_answers_computes_its_prompt_once(sampling: Sampling) -> None:
-    """As GRPO asks: one request for each answer, with a random stream of its own."""
+    """GRPO submits one request for each answer, each with its own random stream."""
     model, prompt, group = make(num_hidden_layers=2), list(range(30, 51)), 5
     engine = Engine(model, max_batch=group, max_tokens=400, page_size=4)
     requests = [Request(tuple(prompt), 6, sampling, 3, first_sample=n) for n in range(group)]

@@ -1,4 +1,4 @@
-"""Parts of prompts: who gets how many tokens of a pass, and how they are packed."""
+"""Parts of prompts: how the tokens of a pass are divided among rows, and how they are packed."""
 
 from array import array
 
@@ -31,7 +31,7 @@ def test_parts_fill_the_budget_and_favour_the_oldest_and_the_short(lengths: list
     assert all(1 <= count <= lengths[number] for number, count in counts.items())
     assert sum(counts.values()) == min(budget, sum(lengths))
     assert counts[0] >= min(lengths[0], -(-budget // 2))
-    # No row is given tokens while a shorter one, apart from the oldest, is left unfinished.
+    # A row gets tokens only if every shorter one, apart from the oldest, is finished.
     for number, count in counts.items():
         if number:
             assert all(
@@ -41,7 +41,7 @@ def test_parts_fill_the_budget_and_favour_the_oldest_and_the_short(lengths: list
 
 @given(st.lists(st.integers(1, 200), min_size=1, max_size=8), st.integers(8, 64))
 def test_every_prompt_ends_after_as_many_passes_as_its_tokens_need(lengths: list[int], budget: int) -> None:
-    """No row starves: all are done after the passes that their tokens fill, and one."""
+    """No row starves: all are done after as many passes as their tokens fill, the last one possibly in part."""
     rows = [row(number, length) for number, length in enumerate(lengths)]
     passes = 0
     while unfinished := [r for r in rows if not r.prefill_done]:

@@ -1,4 +1,4 @@
-"""Rows with different adapters in one batch: each as the engine of the merged model answers."""
+"""Rows with different adapters in one batch give the same answers as an engine with the merged model."""
 
 from itertools import chain
 from pathlib import Path
@@ -31,12 +31,12 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "rslora": {"target_modules": "all-linear", "use_rslora": True, "rank_pattern": {"up_proj": 7}},
     "dora": {"target_modules": ["q_proj", "o_proj", "gate_proj", "down_proj"], "use_dora": True, "r": 5},
 }
-PROMPT = tuple(range(3, 45))  # some pages, so that prefixes could be shared
+PROMPT = tuple(range(3, 45))  # long enough for some pages, so that prefixes could be shared
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """A base and adapters of it."""
+    """A base model and adapters of it."""
     root = tmp_path_factory.mktemp("adapters")
     for name, options in ADAPTERS.items():
         adapted(root, LLAMA, BIAS, options)
@@ -104,7 +104,7 @@ def test_numbers_of_adapters_are_checked(folders: list[Path]) -> None:
 @pytest.mark.parametrize("drafts", [0, 2])
 @torch.no_grad()
 def test_steps_stay_on_their_device(drafts: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that CUDA graphs hold them; see test_capture.py."""
+    """CUDA graphs can therefore capture them; see test_capture.py."""
     monkeypatch.setattr(prefill, "packed_kernel_supports", lambda heads, pool: True)
     monkeypatch.setattr(prefill_triton, "attend_packed", lambda q_NHC, *rest: torch.empty_like(q_NHC))
     model = make(**BIAS).to(META)
@@ -122,7 +122,7 @@ def test_steps_stay_on_their_device(drafts: int, monkeypatch: pytest.MonkeyPatch
 
 
 def test_tokens_of_packed_prompts_know_their_rows() -> None:
-    """Rows of 3, 0 and 2 tokens, then padding."""
+    """There are rows of 3, 0 and 2 tokens, then padding."""
     packed = torch.tensor([7, 4, 5, 1, 1, 1, 0, 3, 3, 5, *range(8)])
     assert PackedPrompts.of(packed, 3).lanes_N.tolist()[:5] == [7, 7, 7, 5, 5]
 

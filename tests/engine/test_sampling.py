@@ -1,4 +1,4 @@
-"""The filters against brute force in float64 and against transformers' own warpers."""
+"""The sampling filters, compared with brute force in float64 and with transformers' own warpers."""
 
 import math
 
@@ -34,7 +34,7 @@ from deskside.engine.sampling import (
 )
 from deskside.utils.errors import UsageError
 
-# Coarse, so that equal logits are common.
+# Coarse values, so that equal logits are common.
 LOGITS = st.lists(st.integers(-30, 30).map(lambda n: n / 4), min_size=1, max_size=12)
 SAMPLING = st.builds(
     Sampling,
@@ -46,7 +46,7 @@ SAMPLING = st.builds(
 
 
 def brute_force(logits: list[float], sampling: Sampling) -> dict[int, float]:
-    """The distribution as the docstring words it, by loops over Python floats."""
+    """Return the distribution as the docstring describes it, computed by loops over Python floats."""
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     if sampling.temperature == 0:
         return {order[0]: 1.0}
@@ -67,7 +67,7 @@ def brute_force(logits: list[float], sampling: Sampling) -> dict[int, float]:
 
 
 def boundary(logits: list[float], sampling: Sampling) -> bool:
-    """True where a filter's limit falls on a token to within rounding, so that either answer is right."""
+    """Return True if a filter's limit is within rounding of a token, so that either result is right."""
     if sampling.temperature == 0:
         return False
     first = brute_force(logits, Sampling(sampling.temperature, sampling.top_k))
@@ -199,7 +199,7 @@ def test_a_draw_is_always_a_candidate(logits: list[float], sampling: Sampling, s
 
 @pytest.mark.parametrize("sampling", [Sampling(0.9, top_k=4), Sampling(1.5), Sampling(0.8, min_p=0.1)])
 def test_draws_follow_the_distribution(sampling: Sampling) -> None:
-    """Chi-square over many draws of one stream."""
+    """A chi-square test over many draws of one stream."""
     logits, n = [0.5, 2.0, -1.0, 1.0, 0.5], 20_000
     rows = SamplingTensors.of([sampling] * n, [stream_of(8)] * n, "cpu")
     logits_BV = torch.tensor([logits]).expand(n, -1)
@@ -210,7 +210,7 @@ def test_draws_follow_the_distribution(sampling: Sampling) -> None:
     assert counts.sum() == n and set(np.flatnonzero(counts)) <= set(wanted)
     found = [counts[token] for token in wanted]
     assert stats.chisquare(found, [n * share for share in wanted.values()]).pvalue > 0.01
-    # The same tokens, whichever way the candidates were looked at.
+    # The tokens are the same whichever way the candidates are ranked.
     assert torch.equal(drawn.token_B, draw(logits_BV, rows, ALL, torch.arange(n)).token_B)
 
 
@@ -238,7 +238,7 @@ def test_log_probabilities_of_what_was_drawn() -> None:
     "logits", [[math.nan, 1.0, 2.0], [1.0, math.inf, 2.0], [-math.inf] * 3, [3e38, -3e38, 2.0]]
 )
 def test_logits_that_are_not_finite_draw_no_token(logits: list[float], sampling: Sampling) -> None:
-    """And they leave the row beside them alone."""
+    """They also leave the row beside them unaffected."""
     both = torch.tensor([logits, [0.0, 50.0, 0.0]])
     widths = [ranking_width([sampling], 3), ALL] if sampling.temperature else [GREEDY_ONLY]
     for width in widths:

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts and answers, and sums of hidden states, against the whole model."""
+"""Log-probabilities of prompts and answers, and sums of hidden states, compared with the whole model."""
 
 from typing import Any
 
@@ -38,7 +38,9 @@ def check_prompt_scores(model: Transformer, prompt: tuple[int, ...], answer: Sam
 def test_prompts_are_scored_beside_other_requests(
     prefill_tokens: int, drafts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In parts, in small pieces of logits, after a request has left the same prompt in the cache."""
+    """Prompts are scored in parts, in small pieces of logits, after a request has
+    left the same prompt in the cache.
+    """
     monkeypatch.setattr(scoring, "LOGIT_BYTES", 4 * 97 * 3)
     model = make()
     draft = Draft(make_draft(model, 0.1), 2) if drafts else None
@@ -109,7 +111,7 @@ def test_top_logprobs_of_answers(drafts: bool) -> None:
             best = expected[place].topk(request.top_logprobs)
             assert [token for token, _ in top] == best.indices.tolist()
             assert [p for _, p in top] == pytest.approx(best.values.tolist(), abs=1e-4)
-    # A greedy token is the most probable one, with exactly the same number.
+    # A greedy token is the most probable one, with exactly the same log-probability.
     greedy: Any = engine.run(asked[:1])[0][0]
     assert [(t, p) for t, p in zip(greedy.tokens, greedy.logprobs, strict=True)] == [
         top[0] for top in greedy.tops

@@ -1,4 +1,4 @@
-"""Speculative decoding gives the model's own distribution: counted against exact enumeration, and greedy for greedy."""
+"""Speculative decoding has the model's own distribution, compared with exact enumeration, and equal greedy tokens."""
 
 import itertools
 from functools import cache
@@ -22,7 +22,7 @@ TINY |= {"num_key_value_heads": 1, "head_dim": 8, "intermediate_size": 16, "max_
 
 
 def make_draft(model: Transformer, noise: float) -> Transformer:
-    """A model that is nearly the same: its drafts are accepted often, but not always."""
+    """Return a slightly different model: its drafts are accepted often, but not always."""
     draft = Transformer(model.config)
     draft.load_state_dict(model.state_dict())
     generator = torch.Generator().manual_seed(2)
@@ -34,7 +34,7 @@ def make_draft(model: Transformer, noise: float) -> Transformer:
 
 @torch.no_grad()
 def probability(model: Transformer, prompt: list[int], text: tuple[int, ...], sampling: Sampling) -> float:
-    """Of exactly this continuation, token by token through the whole model."""
+    """Return the probability of exactly this continuation, computed token by token with the whole model."""
     settings, total, tokens = SamplingTensors.of([sampling], [0], "cpu"), 1.0, list(prompt)
     for token in text:
         logits_BV = model(torch.tensor([tokens]))[:, -1]
@@ -68,12 +68,12 @@ def test_sequences_have_the_models_distribution(sampling: Sampling, drafts: int)
     counts = np.array([found.pop(text, 0) for text in texts])
     assert not found and exact.sum() == pytest.approx(1, abs=1e-5)
     assert counts[exact == 0].sum() == 0
-    rare = n * exact < 5  # together in one class, as the test of chi-square wants it
+    rare = n * exact < 5  # merged into one class, as the chi-square test requires
     observed = np.append(counts[~rare], counts[rare].sum())
     wanted = np.append(n * exact[~rare], n * exact[rare].sum())
     keep = wanted > 0
     assert stats.chisquare(observed[keep], wanted[keep] * n / wanted.sum()).pvalue > 0.01
-    # The draft's own distribution would not have passed.
+    # The draft model's own distribution would not have passed.
     other = np.array([probability(draft, prompt, text, sampling) for text in texts])
     assert np.abs(other - exact).sum() > 0.1
 
@@ -93,7 +93,7 @@ def pair(name: str) -> tuple[Transformer, Transformer]:
     ],
 )
 def test_greedy_equals_plain_decoding(name: str, sampling: Sampling) -> None:
-    """In a batch of unequal lengths, up to the last position, with fewer rows than prompts."""
+    """Prompts of unequal lengths run up to the last position, with fewer rows than prompts."""
     model, draft = pair(name)
     engine = Engine(model, max_batch=3, max_tokens=256, draft=Draft(draft, 3), page_size=4, prefill_tokens=16)
     free = engine.free_tokens
@@ -114,7 +114,7 @@ def test_fewer_steps_than_tokens_and_all_drafts_of_the_model_itself_are_taken() 
         while not engine.idle:
             engine.step()
             steps += 1
-        assert steps <= most  # one for the prompt, then 1 to 5 tokens each
+        assert steps <= most  # one token for the prompt, then 1 to 5 tokens per step
 
 
 def test_a_row_is_the_same_alone_and_in_company_and_log_probabilities_are_the_models() -> None:
@@ -149,7 +149,7 @@ def test_ends_within_what_was_drafted() -> None:
 
 
 def test_a_row_that_fills_the_whole_cache() -> None:
-    """The last drafts would stand beyond its last page, and in the cache there is no further one."""
+    """The last drafts would exceed its last page, and the cache has no other one."""
     model, draft = pair("gqa")
     engine = Engine(model, max_batch=2, max_tokens=32, draft=Draft(draft, 5), page_size=4)
     ((answer,),) = engine.run([Request((5, 17, 3), 29)])

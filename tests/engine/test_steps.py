@@ -1,4 +1,4 @@
-"""What a GPU does differently, as far as it can run here: fused blocks, padded lanes, one step ahead."""
+"""Behaviour that is specific to a GPU, as far as a CPU can run it: fused blocks, padded lanes, one step ahead."""
 
 from typing import Any
 
@@ -101,7 +101,7 @@ def test_one_step_ahead_gives_the_same(drafted: bool, several: int) -> None:
 
 
 def test_a_slot_is_used_again_while_its_last_step_still_runs() -> None:
-    """One slot, and rows that end by a token: each next row is let in while a dropped step is on its way."""
+    """There is one slot, and rows end by a token: each next row is admitted while a dropped step is in flight."""
     model = make(num_hidden_layers=2)
     engine = as_on_a_gpu(model, max_batch=1, max_tokens=64, page_size=4)
     sampling = Sampling(0.9, repetition_penalty=1.2)
@@ -151,7 +151,7 @@ def test_when_a_step_has_several_tokens() -> None:
     engine.step()
     assert tokens() == 1  # no graphs
     engine._graphs = object()  # type: ignore[assignment]
-    assert tokens() == 1  # nothing is known of the device's time
+    assert tokens() == 1  # the device's time is unknown
     engine._step_seconds = MAX_STEP_SECONDS / 2
     assert tokens() == TOKENS_PER_REPLAY
     engine._step_seconds = 2 * MAX_STEP_SECONDS

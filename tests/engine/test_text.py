@@ -1,4 +1,4 @@
-"""Streamed text: never half a character, and in sum exactly what decoding everything at once gives."""
+"""Streamed text never contains half a character, and its pieces add up to the text decoded at once."""
 
 from functools import cache
 
@@ -14,7 +14,7 @@ from deskside.utils.errors import UsageError
 
 @cache
 def tokenizer() -> Tokenizer:
-    """Hardly any merges, so that most characters beyond ASCII are several tokens."""
+    """Return a tokenizer with hardly any merges, so that most characters beyond ASCII are several tokens."""
     return train(["hello world, hello there"] * 3, vocab_size=270)
 
 
@@ -22,7 +22,7 @@ def tokenizer() -> Tokenizer:
 @settings(max_examples=200, deadline=None)
 def test_text_comes_in_whole_characters(text: str) -> None:
     text = text.replace(REPLACEMENT, "")
-    assume(not any(special in text for special in SPECIAL_TOKENS))  # which show as nothing
+    assume(not any(special in text for special in SPECIAL_TOKENS))  # these have no text
     stream = TextStream(tokenizer())
     tokens = tokenizer().encode(text, add_special_tokens=False).ids
     pieces = [stream.push(token) for token in tokens]
@@ -40,7 +40,7 @@ def test_every_character_comes_with_its_last_byte() -> None:
 @given(st.lists(st.integers(0, 269), max_size=30))
 @settings(max_examples=300, deadline=None)
 def test_any_tokens_give_the_text_of_all(tokens: list[int]) -> None:
-    """A model may emit bytes that are no UTF-8, and special tokens, which show as nothing."""
+    """A model may emit bytes that are not UTF-8, and special tokens, which have no text."""
     tokens = [token for token in tokens if tokenizer().id_to_token(token) is not None]
     stream = TextStream(tokenizer())
     text = "".join(stream.push(token) for token in tokens) + stream.finish()

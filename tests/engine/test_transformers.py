@@ -1,5 +1,7 @@
-"""Greedy text equals that of transformers' generate on the exported model. Softcap has no form there: its oracle is the
-uncached loop of test_engine.py."""
+"""Greedy text equals that of transformers' generate on the exported model.
+
+Softcap does not exist there, so the uncached loop of test_engine.py is its oracle.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -59,7 +61,7 @@ def prompts(vocabulary: int) -> list[list[int]]:
 def test_greedy_text_in_a_batch_of_unequal_lengths(
     case: str, penalty: float, blocks: str, tmp_path: Path
 ) -> None:
-    """Fused blocks are those of a GPU, here with their operators in plain torch."""
+    """The fused blocks are those of a GPU, here with their operators in plain torch."""
     model = random_model(**CASES[case])
     save_hf(model, model.config, None, tmp_path / "hf")
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")

@@ -29,7 +29,7 @@ class Made:
 
 
 def make(folder: Path, **options: Any) -> Made:
-    """Random weights that prefer some tokens clearly; `options` are the model's."""
+    """Return a model with random weights that clearly prefer some tokens. `options` are the model's."""
     rng = np.random.default_rng(5)
     texts = [" ".join(rng.choice(WORDS, size=40)) for _ in range(60)]
     plain = folder / "plain"
@@ -52,7 +52,7 @@ def make(folder: Path, **options: Any) -> Made:
     model.requires_grad_(False)
     if not options:
         save_hf(model, config, folder / "chat" / "tokenizer.json", folder / "hf")
-        # What belongs to a chat stands beside the weights.
+        # The chat files are in the same directory as the weights.
         for name in ("chat_template.jinja", "tokenizer_config.json", "generation_config.json"):
             (folder / "hf" / name).write_bytes((folder / "chat" / name).read_bytes())
     tokenizer = bpe.load(folder / "chat")
@@ -65,7 +65,7 @@ def sentence(rng: np.random.Generator, low: int, high: int) -> str:
 
 @torch.no_grad()
 def oracle(model: Transformer, context: tuple[int, ...], continuation: tuple[int, ...]) -> tuple[float, bool]:
-    """log p by one whole forward pass of one row as the model is, its softmax in float64."""
+    """Return log p from one forward pass over a whole row, with the softmax in float64."""
     whole = (context + continuation)[-(model.config.max_position_embeddings + 1) :]
     inputs = torch.tensor([whole[:-1]], device=model.embed.weight.device)
     logits = model(inputs)[0, -len(continuation) :].cpu().double()

@@ -1,4 +1,4 @@
-"""What a written answer says."""
+"""Extraction of the answer from generated text."""
 
 from decimal import Decimal
 

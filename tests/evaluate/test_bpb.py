@@ -1,4 +1,4 @@
-"""Bits per byte against transformers' logits and a float64 log-softmax, piece by piece, by hand."""
+"""Bits per byte, compared with transformers' logits and a float64 log-softmax computed piece by piece."""
 
 import itertools
 import json
@@ -48,7 +48,7 @@ class Setting:
     tokenizer: Tokenizer
     end: int
     model: Transformer
-    oracle: torch.nn.Module  # transformers' model of the same weights, float64
+    oracle: torch.nn.Module  # transformers' model with the same weights, in float64
     texts: list[str]
 
 
@@ -86,7 +86,9 @@ def _line(text: str) -> str:
 
 @torch.no_grad()
 def oracle_nats(setting: Setting, stream: list[int], ignore: int | None) -> tuple[float, int]:
-    """-log p of each token of `stream` but its first, in pieces of LENGTH inputs; `ignore` is no counted target."""
+    """Return the sum of -log p of each token of `stream` except its first, in pieces of LENGTH inputs, and the count.
+    Targets equal to `ignore` are not counted.
+    """
     nats, tokens = 0.0, 0
     for start in range(0, len(stream) - 1, LENGTH):
         inputs = stream[start : start + LENGTH]
@@ -122,7 +124,7 @@ def test_text_equals_the_oracle(setting: Setting) -> None:
 
 
 def validation_streams(dataset: PackedDataset) -> list[list[int]]:
-    """E and the tokens of each validation document, and the E after it, read from the flat shard."""
+    """Return each validation document's tokens, between the E before and the E after it, read from the flat shard."""
     (shard,) = dataset.index.splits["val"].shards
     flat = np.fromfile(dataset.directory / shard.file, dtype=dataset.index.dtype).tolist()
     ends = [i for i, token in enumerate(flat) if token == dataset.index.tokenizer.eos_id]
@@ -131,7 +133,7 @@ def validation_streams(dataset: PackedDataset) -> list[list[int]]:
 
 @pytest.mark.parametrize("micro_rows", [1, 5])
 def test_dataset_equals_the_oracle(setting: Setting, micro_rows: int) -> None:
-    """With masked documents every piece stands alone, whatever it is packed with."""
+    """With masked documents, every piece is evaluated alone, whatever it is packed with."""
     dataset = PackedDataset(setting.data, "val", LENGTH)
     streams = validation_streams(dataset)
     sums = [oracle_nats(setting, stream, setting.end) for stream in streams]
@@ -140,10 +142,11 @@ def test_dataset_equals_the_oracle(setting: Setting, micro_rows: int) -> None:
     result = evaluate_dataset(setting.model, dataset, micro_rows=micro_rows, document_mask=True)
     assert (result.tokens, result.bytes) == (tokens, size)
     assert result.nats == pytest.approx(nats, rel=1e-6)
-    assert result.tokens == dataset.num_tokens - len(streams)  # each document's end is not counted
+    # the end token of each document is not counted
+    assert result.tokens == dataset.num_tokens - len(streams)
     seen = evaluate_dataset(setting.model, dataset, micro_rows=micro_rows)
     assert (seen.tokens, seen.bytes) == (tokens, size)
-    assert seen.nats != pytest.approx(nats, rel=1e-6)  # here they see each other
+    assert seen.nats != pytest.approx(nats, rel=1e-6)  # without a mask, documents see each other
 
 
 def test_text_and_dataset_agree(setting: Setting) -> None:
@@ -163,7 +166,7 @@ def test_text_and_dataset_agree(setting: Setting) -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3, 7])
 def test_processes_share_the_work(setting: Setting, world_size: int) -> None:
-    """Each process runs the model equally often; the sums are those of one process."""
+    """Each process runs the model equally often, and the sums are those of one process."""
     dataset = PackedDataset(setting.data, "val", LENGTH)
     whole = evaluate_dataset(setting.model, dataset, micro_rows=3)
     parts: list[torch.Tensor] = []
@@ -180,7 +183,7 @@ def test_processes_share_the_work(setting: Setting, world_size: int) -> None:
         for rank in range(world_size):
             calls.append(0)
 
-            # A process may have nothing of its own to count, so the others' sums must come before it looks.
+            # A process may have nothing to count itself, so it must receive the others' sums before it looks.
             def gather(sums: torch.Tensor) -> None:
                 (parts if sums.shape == (5,) else positions).append(sums.clone())
                 sums += 1
@@ -239,7 +242,7 @@ def test_no_text_and_broken_weights_are_said(setting: Setting) -> None:
 def two_languages(
     setting: Setting, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, list[str]]]:
-    """Prepared validation documents in "hi", "en" and without a language, and their texts."""
+    """Prepared validation documents in "hi", in "en" and without a language, and their texts."""
     folder = tmp_path_factory.mktemp("languages")
     texts: dict[str, list[str]] = {"": [], "en": [], "hi": []}
     for number, text in enumerate(setting.texts):
@@ -296,7 +299,7 @@ def test_processes_share_the_languages(
     parts: list[torch.Tensor] = []
 
     def gather(sums: torch.Tensor) -> None:
-        if sums.ndim == 1:  # those by position are a matrix
+        if sums.ndim == 1:  # the sums by position are a matrix
             parts.append(sums.clone())
             sums.copy_(torch.stack(parts).sum(0))
 

@@ -1,4 +1,4 @@
-"""The load of experts by language, against the router's logits of transformers."""
+"""The load of experts by language, compared with transformers' router logits."""
 
 import json
 from pathlib import Path
@@ -62,7 +62,7 @@ def model() -> Transformer:
 
 
 def expected(model: Transformer, dataset: PackedDataset, folder: Path) -> Tensor:
-    """Counts (languages, layers, experts) of the tokens whose target is text."""
+    """Return the counts (languages, layers, experts) of the tokens whose target is text."""
     save_hf(model, model.config, None, folder)
     theirs: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(folder)
     is_text = torch.from_numpy(dataset.token_bytes > 0)
@@ -87,7 +87,7 @@ def test_each_language_has_the_load_of_transformers(data: Path, model: Transform
     found = evaluate_dataset(model, dataset, micro_rows=3).expert_load
     assert list(found) == dataset.languages == ["en", "hi"]
     torch.testing.assert_close(torch.tensor(list(found.values())), truth, atol=2e-6, rtol=0)
-    assert (truth[0] - truth[1]).abs().max() > 0.05  # otherwise the languages could be exchanged
+    assert (truth[0] - truth[1]).abs().max() > 0.05  # otherwise the languages could be swapped unnoticed
     fused = convert(model, "fp32", fused=True)
     assert all(fused.is_fused(layer.mlp) for layer in model.layers)
     assert evaluate_dataset(model, dataset, micro_rows=3).expert_load == found

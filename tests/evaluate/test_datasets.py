@@ -1,4 +1,4 @@
-"""Records of hub data sets, as lm-eval's own task files prepare them."""
+"""Records of hub data sets, prepared as by lm-eval's own task files."""
 
 import importlib.util
 from pathlib import Path
@@ -16,7 +16,7 @@ from deskside.evaluate.tasks import select
 
 
 def of_lm_eval(name: str) -> ModuleType:
-    """A module beside one of lm-eval's task descriptions."""
+    """Return a module that belongs to one of lm-eval's task descriptions."""
     path = Path(lm_eval.__file__).parent / "tasks" / name
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
@@ -91,7 +91,7 @@ def test_the_others() -> None:
 
 
 def test_a_hub_task_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Through datasets' interface: what it is asked for, and that a wrong record is counted."""
+    """The task is read through datasets' interface. Checks the arguments, and that a wrong record is counted."""
     asked: list[Any] = []
 
     def load_dataset(name: str, config: str | None, *, split: str, streaming: bool) -> list[dict[str, Any]]:

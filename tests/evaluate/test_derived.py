@@ -1,4 +1,4 @@
-"""Fields that a task derives: XCOPA as lm-eval renders it, conditional texts, and what is refused."""
+"""Fields that a task derives: XCOPA as lm-eval renders it, conditional texts, and refused definitions."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Written answers: the engine's greedy text up to a stop, and their judges, the sandbox included."""
+"""Generated answers: the engine's greedy text up to a stop, and the functions that judge it, the sandbox included."""
 
 import json
 from pathlib import Path
@@ -72,7 +72,7 @@ def test_a_full_card_writes_the_same_with_a_smaller_cache(
 
 
 def test_a_long_prompt_loses_its_beginning(made: Made) -> None:
-    """What fits: half of the positions are the answer's."""
+    """Half of the positions are reserved for the answer, and the prompt keeps what fits into the rest."""
     ids = made.tokenizer.encode("the sea went to the ships, " * 30).ids
     task = of("svamp").model_copy(update={"stop": (), "max_new_tokens": 1000})
     assert len(ids) > POSITIONS

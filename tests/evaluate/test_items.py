@@ -1,4 +1,4 @@
-"""Records become items or are counted; examples before a question."""
+"""Records become items or are counted as bad; examples are put before a question."""
 
 import json
 from pathlib import Path
@@ -79,17 +79,17 @@ def test_examples_are_others_and_solved(tmp_path: Path) -> None:
     seen = set()
     for number in range(len(items)):
         before = examples.prefix(number)
-        assert before == Examples(task, items).prefix(number)  # nothing but the number decides
+        assert before == Examples(task, items).prefix(number)  # the choice depends only on the number
         shown = before.split("\n\n")
         assert shown.pop() == ""
         assert len(set(shown)) == len(shown) == 5
         for one in shown:
             n = int(one.split("\n")[0][1:])
             assert one == f"Q{n}\nAnswer: yes{n}"
-            assert n != number % 12  # neither the item nor its twin
+            assert n != number % 12  # neither the item nor its duplicate
             seen.add(n)
     assert len(seen) == 12
-    # Of the first item one of the other twelve is its twin.
+    # One of the first item's twelve other items is its duplicate.
     with pytest.raises(UsageError, match=r"has 11 examples .* but 12 are needed; give --shots 11"):
         Examples(chosen(tmp_path, "arc_easy", [*rows, rows[0]], "arc_easy.jsonl", shots=12), items)
     task = chosen(tmp_path, "arc_easy", [*rows, rows[0]], "arc_easy.jsonl", shots=11)

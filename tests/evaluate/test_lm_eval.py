@@ -1,5 +1,8 @@
-"""Agreement with lm-eval on the same exported model and the same items: each item's choice, each log-likelihood, each
-written text. lm-eval loads the model with transformers and knows nothing of ours."""
+"""Agreement with lm-eval on the same exported model and items: each choice, each
+log-likelihood, and each generated text.
+
+lm-eval loads the model with transformers and does not use our code.
+"""
 
 import gzip
 import json
@@ -34,7 +37,7 @@ def harness(made: Made) -> HFLM:
 
 
 def records(seed: int) -> dict[str, list[dict[str, Any]]]:
-    """Items of the formats that the tasks read. Some have equal answers, some more text than the model takes."""
+    """Return items in the formats that the tasks read. Some have equal answers, some exceed the model's length."""
     rng = np.random.default_rng(seed)
 
     def line(low: int, high: int) -> str:
@@ -79,7 +82,7 @@ def write(folder: Path, data: dict[str, list[dict[str, Any]]]) -> None:
 
 
 def theirs(harness: HFLM, config: dict[str, Any], rows: Sequence[dict[str, Any]], **more: Any) -> list[Any]:
-    """lm-eval's samples of one task, in the order of the rows."""
+    """Return lm-eval's samples of one task, in the order of the rows."""
     task = {
         "task": "made",
         "test_split": "test",
@@ -145,7 +148,7 @@ def test_multiple_choice(
 
 
 def test_xcopa(made: Made, harness: HFLM, tmp_path: Path) -> None:
-    """lm-eval's own description of the task, on the same file."""
+    """Uses lm-eval's own description of the task, on the same file."""
     rng = np.random.default_rng(5)
     rows = [
         {
@@ -188,8 +191,8 @@ def test_schema(made: Made, harness: HFLM, tmp_path: Path) -> None:
 
 def test_completion(made: Made, harness: HFLM, tmp_path: Path) -> None:
     data = records(3)
-    # Some items whose answer is what the model would write, so that both have to say yes, too: contexts after which
-    # the best token is a word with the space that stands before an answer.
+    # The answer of some items is the model's own continuation, so that both must also say yes: contexts after which
+    # the best token is a word with the space that precedes an answer.
     rng = np.random.default_rng(9)
     texts = [sentence(rng, 3, 30) for _ in range(400)]
     for text in texts:

@@ -1,4 +1,4 @@
-"""Long-context tasks: texts that have their length and one solution, and results that equal transformers'."""
+"""Long-context tasks: texts of the right length with one solution, and results that equal transformers'."""
 
 import re
 from collections import Counter
@@ -36,7 +36,7 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> EvaluatedModel:
 
 
 def solve(text: str) -> list[str]:
-    """The answers to a prompt, from its text alone."""
+    """Return the answers to a prompt, computed from its text alone."""
     if found := re.findall(r"secret number is (\d+)", text):
         return [found[0]]
     if named := re.search(r"The number of (\w+) is$", text):
@@ -54,7 +54,9 @@ def solve(text: str) -> list[str]:
 @pytest.mark.parametrize(("name", "depth"), CELLS)
 @pytest.mark.parametrize("length", [LENGTH, 4000])
 def test_texts(name: str, depth: float | None, length: int, subject: EvaluatedModel) -> None:
-    """A text has almost its length with its answer, what is asked for is at its depth, and only that answers."""
+    """A text with its answer has almost the requested length, and only the passage at
+    the requested depth answers the question.
+    """
     for trial in range(3):
         prompt = module._prompt(subject.encoder, (name, length, depth), [0, trial])
         used = len(prompt.pair.context) + prompt.room
@@ -75,7 +77,7 @@ def test_texts(name: str, depth: float | None, length: int, subject: EvaluatedMo
 
 
 def test_chains_need_tracking(subject: EvaluatedModel) -> None:
-    """The variables of one chain are asked for; a list of eight of the ten has no room."""
+    """The variables of one chain are asked for, so a list of eight of the ten does not count."""
     prompt = module._prompt(subject.encoder, ("variable_tracking", LENGTH, None), [0, 0])
     text = subject.tokenizer.decode(list(prompt.pair.context))
     variables = re.findall(r"VAR (\w+) =", text)
@@ -109,7 +111,7 @@ def answer_by(monkeypatch: pytest.MonkeyPatch, subject: EvaluatedModel, solver: 
     ("solver", "several"),
     [
         (solve, 1.0),
-        (lambda text: solve(text)[::-1], 1.0),  # in another order
+        (lambda text: solve(text)[::-1], 1.0),  # in a different order
         (lambda text: [word.swapcase() for word in solve(text)], 1.0),
         (lambda text: ["3"], 0.0),
         (lambda text: [], 0.0),
@@ -134,7 +136,7 @@ def test_recall() -> None:
 
 @pytest.mark.parametrize("name", ["passkey", "variable_tracking"])
 def test_results_equal_transformers(name: str, subject: EvaluatedModel, tmp_path: Path) -> None:
-    """A model that has learned one of the answers by heart is right there and hardly elsewhere."""
+    """A model that always gives one of the answers is right for that item and hardly elsewhere."""
     depth = 0.5 if name == "passkey" else None
     trials = 3 if name == "passkey" else 1
     prompts = [

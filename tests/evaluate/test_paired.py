@@ -1,4 +1,6 @@
-"""Differences of two models: scipy's and statsmodels' numbers where they have them, and the interval's coverage."""
+"""Differences between two models: equal to scipy's and statsmodels' where
+they have them, and the interval's coverage.
+"""
 
 import numpy as np
 import pytest
@@ -8,7 +10,9 @@ from deskside.evaluate.paired import score_difference, verdict_difference
 
 
 def test_mcnemar_of_a_known_table() -> None:
-    """101 right by both, 59 by the second alone, 121 by the first alone, 33 by none; R's binom.test gives this p."""
+    """101 items are right in both, 59 only in the second, 121 only in the first, 33
+    in neither. R's binom.test gives this p.
+    """
     first = [True] * 101 + [False] * 59 + [True] * 121 + [False] * 33
     second = [True] * 160 + [False] * 154
     found = verdict_difference(first, second)

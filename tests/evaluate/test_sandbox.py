@@ -1,4 +1,4 @@
-"""The sandbox against code that means harm, or means to pass without being right."""
+"""The sandbox against malicious code, and against code that tries to pass without being right."""
 
 import os
 import re
@@ -18,7 +18,7 @@ TESTS = "assert double(2) == 4\nassert double(-3) == -6\n"
 
 
 def blocked(body: str, *, imports: str = "", seconds: float = 10.0) -> str:
-    """The reason of a verdict on a function whose body is `body`, and that would otherwise pass."""
+    """Return the reason of the verdict on a function with this body that would otherwise pass."""
     code = f"{imports}\ndef attack():\n    {body}\n    return True\n"
     verdict = check(code, "assert attack() is True", seconds=seconds)
     assert not verdict.passed
@@ -81,7 +81,7 @@ def test_constants_and_the_solution_s_own_helpers_are_there() -> None:
     assert check(code, "assert main(1) == helper(1) == 1 + LIMIT").passed
 
 
-# Harm
+# Malicious code
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_raw_system_calls_are_refused() -> None:
 
 def test_endless_loop_is_ended_in_time() -> None:
     began = time.perf_counter()
-    # On a busy machine, the limit of wall-clock time, three times as long, can come before that of processor time.
+    # On a busy machine, the limit of wall-clock time, three times as long, can be reached before that of CPU time.
     assert re.search("longer than (1|3) s", check("while True: pass", TESTS, seconds=1).reason)
     assert time.perf_counter() - began < 20
 
@@ -226,7 +226,7 @@ def test_no_pass_without_the_right_answers(code: str) -> None:
 
 
 def test_the_solution_does_not_see_the_tests() -> None:
-    """Whatever it finds in its memory, the expected answers are not there."""
+    """The expected answers are not in the memory that the solution can inspect."""
     code = (
         "import gc\ndef double(x):\n"
         "    return any('FORTYTWO' in str(o) for o in gc.get_objects() if isinstance(o, (str, dict, list)))\n"
@@ -237,8 +237,8 @@ def test_the_solution_does_not_see_the_tests() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        "lock.SYSTEM_CALLS.clear()",  # a processor that is not known
-        "lock._filter = lambda *_: None",  # a kernel that says yes and does nothing
+        "lock.SYSTEM_CALLS.clear()",  # an unknown processor
+        "lock._filter = lambda *_: None",  # a kernel that reports success and does nothing
         "fork_server.lock = lambda *_: fork_server.os._exit(0)",  # a process that ends before it is locked
     ],
 )

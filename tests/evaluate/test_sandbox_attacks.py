@@ -1,4 +1,4 @@
-"""A corpus of attacks on the sandbox: code that wants to pass without being right, to escape, or to end a batch."""
+"""A corpus of attacks on the sandbox: code that tries to pass without being right, to escape, or to end a batch."""
 
 import gzip
 import json
@@ -20,7 +20,9 @@ DATA = Path(__file__).parents[3] / "shared" / "data" / "verifiable"
 
 
 def test_no_attack_passes_escapes_or_ends_the_batch() -> None:
-    """All attacks are one batch. Right code between them must still pass, so that no attack disturbs another check."""
+    """All attacks are one batch. The right code between them must still pass, so
+    that no attack disturbs another check.
+    """
     jobs = [job for code, tests in ATTACKS.values() for job in ((code, tests), (RIGHT, TESTS))]
     verdicts = check_many(jobs, seconds=1, workers=4)
     passed = [name for name, verdict in zip(ATTACKS, verdicts[::2], strict=True) if verdict.passed]
@@ -31,14 +33,14 @@ def test_no_attack_passes_escapes_or_ends_the_batch() -> None:
 
 
 def test_every_kind_of_tests_in_the_corpus_can_be_passed() -> None:
-    """A corpus whose tests nobody can pass would prove nothing."""
+    """A corpus whose tests cannot be passed would prove nothing."""
     for tests in KINDS:
         name = next((word for word in ("double(", "P()") if word in tests), "f(")
         assert any(check(code, tests).passed for code in HONEST if name.strip("()") in code), tests
 
 
 def descendants(name: str) -> list[int]:
-    """Return the living processes whose environment or arguments hold `name`, or that descend from such."""
+    """Return the living processes whose environment or arguments contain `name`, and their descendants."""
     parents, marked = {}, set()
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
@@ -71,7 +73,7 @@ def wait_until(true: Callable[[], bool]) -> bool:
 
 @pytest.mark.parametrize("killed", ["caller", "server", "supervisor"])
 def test_nothing_is_left_of_a_check_whose_ancestor_is_killed(killed: str, tmp_path: Path) -> None:
-    """The code sleeps for a million seconds and ignores what it can ignore."""
+    """The code sleeps for a million seconds and ignores all signals that it can."""
     name = f"sandbox-{os.getpid()}-{killed}"
     program = (
         "import sys, time, threading\nfrom deskside.evaluate.sandbox import check\n"
@@ -88,7 +90,8 @@ def test_nothing_is_left_of_a_check_whose_ancestor_is_killed(killed: str, tmp_pa
             return len(found) == 5
 
         assert wait_until(all_there), found
-        chain = sorted(found)  # caller, server, supervisor, solution and judge, in the order of their start
+        # caller, server, supervisor, solution and judge, in the order in which they start
+        chain = sorted(found)
         os.kill(chain[("caller", "server", "supervisor").index(killed)], signal.SIGKILL)
         below = chain[2:] if killed != "supervisor" else chain[3:]
         below += [chain[1]] if killed == "caller" else []
@@ -129,7 +132,7 @@ def test_a_forked_child_has_a_server_of_its_own() -> None:
 
 
 def test_helpers_of_the_task_are_not_the_code_s_to_replace() -> None:
-    """HumanEval 32, 38 and 50 test one function with another one of the prompt."""
+    """HumanEval 32, 38 and 50 test one function with another function of the prompt."""
     prompt = "def twice(x):\n    return 2 * x\ndef half(x):\n    'Halve it.'\n"
     tests = "assert twice(half(4)) == 4\n"
     right = prompt + "    return x / 2\n"

@@ -1,4 +1,4 @@
-"""Intervals against scipy, centring by its definition, and the mean's interval against simulation."""
+"""Intervals compared with scipy, centring by its definition, and the mean's interval compared with simulation."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def test_centred() -> None:
 
 
 def test_mean_covers_the_truth() -> None:
-    """Of many draws of three tasks, the interval holds the true mean about 95 times of 100."""
+    """Over many draws of three tasks, the interval contains the true mean about 95 times in 100."""
     rng = np.random.default_rng(0)
     truth, n, chance = np.array([0.3, 0.6, 0.9]), np.array([200, 400, 100]), (0.25, 0.5, 0.0)
     mean = np.mean([centred(p, c) for p, c in zip(truth, chance, strict=True)])

@@ -1,4 +1,4 @@
-"""Bits per byte of a stream: against transformers' logits and a float64 log-softmax, token by token."""
+"""Bits per byte of a stream, compared token by token with transformers' logits and a float64 log-softmax."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Which tasks are chosen, where their data is found, and what is refused in one line."""
+"""The choice of tasks, the search for their data, and errors in one line."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def names(selection: TaskSelection) -> list[str]:
 
 
 def test_the_table_is_whole() -> None:
-    """Every task can be read, from files and from the hub; CORE's numbers are those of its tasks."""
+    """Every task can be read from files and from the hub. CORE's constants equal those of its tasks."""
     tasks = builtin_tasks()
     for name, task in tasks.items():
         assert task.files, name
@@ -53,7 +53,7 @@ def test_files_are_found_and_groups_take_what_is_there(tmp_path: Path) -> None:
     mixed = select(["gsm8k", "core", "arc_easy"], str(tmp_path))
     assert names(mixed) == ["gsm8k", "hellaswag", "hellaswag_zeroshot", "arc_easy"]
     assert mixed.chosen[3].core and mixed.chosen[3].shots == 10
-    # With other numbers of examples it is not that metric any more.
+    # With other numbers of examples, the score would not be that metric.
     assert not any(each.core for each in select(["core"], str(tmp_path), 2).chosen)
     assert [each.shots for each in select(["arc_easy", "gsm8k"], str(tmp_path), 2).chosen] == [2, 2]
 

@@ -1,4 +1,4 @@
-"""Small models with adapters that have learned something, for the tests of this folder."""
+"""Small models with trained adapters, for the tests of this folder."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +28,7 @@ TINY: dict[str, Any] = {
 
 
 def weights_of(config: ModelConfig) -> dict[str, Tensor]:
-    """Every parameter, none of them zero, matrices in numbers that 16 bits have."""
+    """Return every parameter. None is zero, and the matrices have values that 16 bits represent exactly."""
     model = Transformer(config)
     initialize(model, 3, InitOptions(output="fan_in", head_std=0.2, embedding_std=0.5))
     torch.manual_seed(1)
@@ -44,7 +44,7 @@ def weights_of(config: ModelConfig) -> dict[str, Tensor]:
 def trained(
     adapter: dict[str, Any] | None = None, tokens: Sequence[int] = (), /, **shape: Any
 ) -> tuple[Transformer, AdapterConfig]:
-    """An adapted model in which everything that trains has moved; it computes in float32."""
+    """Return an adapted model in which every trainable weight has changed. It computes in float32."""
     config, options = ModelConfig(**{**TINY, **shape}), AdapterConfig(rank=4, alpha=8, **(adapter or {}))
     model = frozen_base.build(config, options, 5, weights_of(config), "cpu", tokens)
     torch.manual_seed(2)
@@ -56,7 +56,7 @@ def trained(
 
 
 def without_adapters(model: Transformer) -> Transformer:
-    """The same model with its adapters taken away: the frozen base alone."""
+    """Remove the adapters and return the model, which is then the frozen base alone."""
     for module in model.modules():
         if isinstance(module, Experts):
             module.adapters = nn.ModuleDict()

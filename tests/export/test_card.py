@@ -1,4 +1,4 @@
-"""The model card: what run directories hold is in it, and what they do not hold is "not recorded"."""
+"""The model card contains what the run directory records, and "not recorded" for the rest."""
 
 import json
 from pathlib import Path
@@ -45,7 +45,7 @@ def card(run: Path, form: str = "hf", warnings: list[str] | None = None) -> str:
 
 
 def rows(text: str) -> dict[str, str]:
-    """Two-column rows of all tables; the last one of a name counts."""
+    """Return the two-column rows of all tables. If a name repeats, the last row counts."""
     cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
     return {row[0]: row[1] for row in cells if len(row) == 2}
 
@@ -55,7 +55,7 @@ def write(run: Path, name: str, content: Any) -> None:
 
 
 def copy(made: MadeRun, folder: Path, **run: Any) -> Path:
-    """The made run under another name, with other entries in run.json."""
+    """Return a copy of the fixture's run under another name, with other entries in run.json."""
     path = folder / "copy"
     path.mkdir(parents=True)
     for file in ("run.json", "tokenizer.json"):
@@ -66,7 +66,7 @@ def copy(made: MadeRun, folder: Path, **run: Any) -> Path:
 
 
 def test_a_bare_run_has_nothing_made_up(made: MadeRun, tmp_path: Path) -> None:
-    """run.json, a tokenizer and a checkpoint: no summary, no environment, no metrics."""
+    """The run has only run.json, a tokenizer and a checkpoint: no summary, no environment and no metrics."""
     found = rows(card(copy(made, tmp_path)))
     for fact in ("tokens seen", "time", "energy", "hardware", "peak memory", "software", "started from"):
         assert found[fact] == "not recorded", fact
@@ -92,12 +92,12 @@ def test_what_a_run_holds_is_in_it(made: MadeRun, tmp_path: Path) -> None:
     assert found["for comparison: bits per byte of gzip"] == "3.2100"
     front = yaml.safe_load(text.split("---")[1])
     assert front["library_name"] == "transformers" and front["license"] == "unknown"
-    # Nothing of this machine: a card is made to be published.
+    # The card contains nothing of this machine, because it is made to be published.
     assert str(tmp_path) not in text and str(made.path.parent) not in text
 
 
 def test_the_data_index_is_quoted(made: MadeRun) -> None:
-    """Its source has no tag, so the tokens of everything stand in one row."""
+    """Its source has no tag, so one row has all tokens."""
     index = json.loads((Path(str(made.config.data.path)) / "index.json").read_text("utf-8"))
     tags = index["splits"]["train"]["shards"][0]["tags"]
     name = index["tags"][0]["source"] or "(no tag)"
@@ -106,7 +106,7 @@ def test_the_data_index_is_quoted(made: MadeRun) -> None:
 
 
 def test_energy_is_watts_times_training_time(made: MadeRun, tmp_path: Path) -> None:
-    """Two of three steps have a reading: 1000 tokens at 10 a second are 100 s, at 360 W and then at 180 W."""
+    """Two of three steps have a reading: 1000 tokens at 10 a second take 100 s, at 360 W and then at 180 W."""
     lines = [
         {"step": 1, "tokens": 1000, "tokens_per_second": 10.0, "watts": 360.0},
         {"step": 2, "tokens": 2000, "tokens_per_second": 10.0, "watts": None},
@@ -121,7 +121,7 @@ def test_energy_is_watts_times_training_time(made: MadeRun, tmp_path: Path) -> N
 
 
 def test_the_stages_before_are_told(made: MadeRun, tmp_path: Path) -> None:
-    """A run that began from another run's export, which began from a model that is not there any more."""
+    """The run started from another run's export, which started from a model that no longer exists."""
     first = copy(made, tmp_path / "a", name="base", init="Qwen/Qwen3-0.6B")
     write(first, "summary.json", SUMMARY)
     (first / "model").mkdir()
@@ -135,7 +135,7 @@ def test_the_stages_before_are_told(made: MadeRun, tmp_path: Path) -> None:
     recorded = json.loads((second / "run.json").read_text("utf-8"))
     write(second, "run.json", {**recorded, "init": "a/copy/model", "directory": str(tmp_path)})
     assert [stage.name for stage in stages(second, print)] == ["base", "chat"]
-    # A circle, as when a folder was replaced, ends.
+    # A cycle, which a replaced folder can cause, terminates.
     write(first, "run.json", {**json.loads((first / "run.json").read_text("utf-8")), "init": str(second)})
     assert [stage.name for stage in stages(second, print)] == ["base", "chat"]
 

@@ -1,4 +1,6 @@
-"""GGUF files: transformers reads them and computes the same; the bytes, the keys, the bounds, and what is refused."""
+"""GGUF files: transformers reads them and computes the same; their bytes,
+keys and error bounds, and refused models.
+"""
 
 import re
 import sys
@@ -25,7 +27,7 @@ gguf = pytest.importorskip("gguf")
 transformers = pytest.importorskip("transformers")
 
 VOCAB = 304
-BLOCKS = {"intermediate_size": 64}  # rows of whole blocks of 32, so that q8_0 has no exception
+BLOCKS = {"intermediate_size": 64}  # rows of whole blocks of 32, so that every matrix can be q8_0
 CASES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3 tied, mqa, wide heads, separate": {
@@ -73,7 +75,7 @@ def tokenizer(folder: Path) -> GgufTokenizer:
 
 
 def their_model(file: Path, model: Transformer) -> Any:
-    """What transformers makes of the file. It knows no key for some fields, so they come from our config.json."""
+    """Return transformers' model of the file. It does not read some fields, so they come from our config.json."""
     config = transformers.AutoConfig.for_model(**to_hf(model, model.config)[0])
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, config=config, dtype=torch.float32
@@ -128,7 +130,7 @@ def test_smaller_types_are_read_as_they_round(
 
 
 def test_what_llama_cpp_asks_for(folder: Path, tokenizer: GgufTokenizer, tmp_path: Path) -> None:
-    """Keys and tensors as llama.cpp's loader (src/llama-model.cpp, src/models/qwen3moe.cpp) names them."""
+    """Keys and tensors have the names in llama.cpp's loader (src/llama-model.cpp, src/models/qwen3moe.cpp)."""
     yarn = {"factor": 8.0, "original_max_position_embeddings": 8, "beta_fast": 16.0}
     model = random_model(**{**MOE, "head_dim": 16, "rope_theta": 5e5, "rope_scaling": yarn}, vocab_size=VOCAB)
     saved = save_gguf(model, tokenizer, tmp_path / "out", "bfloat16", "my model/1")
@@ -240,7 +242,7 @@ def test_no_error_passes_its_bound(values: np.ndarray, kind: str) -> None:
 
 
 def test_llama3_rope_is_a_tensor_of_divisors(tokenizer: GgufTokenizer, tmp_path: Path) -> None:
-    """llama.cpp divides its own frequencies by them, and has no key for this kind."""
+    """llama.cpp divides its own frequencies by them, and has no key for this kind of scaling."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     scaling = {**YARN, "rope_type": "llama3", "original_max_position_embeddings": 64}
@@ -264,7 +266,7 @@ def test_mistral_without_a_window_is_llama(tokenizer: GgufTokenizer, tmp_path: P
 
 
 def test_bounds_are_tight() -> None:
-    """Errors near the bounds occur, so a damaged byte would not hide below them."""
+    """Errors near the bounds occur, so a damaged byte could not hide below them."""
     values = np.random.default_rng(0).standard_normal((64, 4096)).astype(np.float32)
     for kind, least in (("F16", 0.9), ("BF16", 0.9), ("Q8_0", 0.85)):
         qtype = gguf.GGMLQuantizationType[kind]
@@ -313,7 +315,7 @@ def test_weights_that_do_not_fit_leave_nothing(
 def test_a_disk_that_changes_bytes_is_found(
     tokenizer: GgufTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over an earlier export, which stays as it was."""
+    """The file replaces an earlier export, which stays unchanged."""
     model = random_model(vocab_size=VOCAB)
     out = tmp_path / "out"
     before = save_gguf(model, tokenizer, out, "q8_0").file.read_bytes()

@@ -1,4 +1,4 @@
-"""GGUF's tokenizer: split patterns by the names that llama.cpp has for them, token types, and the named tokens."""
+"""The tokenizer in GGUF files: llama.cpp's names of split patterns, token types, and special tokens."""
 
 import inspect
 import json
@@ -17,7 +17,7 @@ TEXT = ["the ship went to the sea and the sea was wide. " * 4]
 
 
 def save(folder: Path, pre: Any, **model: Any) -> Path:
-    """A small tokenizer with this pre-tokenizer."""
+    """Save a small tokenizer with this pre-tokenizer."""
     tokenizer = Tokenizer(models.BPE(**model))
     tokenizer.pre_tokenizer = pre
     tokenizer.decoder = decoders.ByteLevel()
@@ -43,7 +43,7 @@ def change(folder: Path, **values: Any) -> Path:
 
 
 def test_published_patterns_have_llama_cpps_names(tmp_path: Path) -> None:
-    """The patterns are transformers' own, so that ours cannot be misspelt."""
+    """The patterns are taken from transformers, so a misspelled one of ours would be noticed."""
     from transformers.convert_slow_tokenizer import TikTokenConverter
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
@@ -54,7 +54,7 @@ def test_published_patterns_have_llama_cpps_names(tmp_path: Path) -> None:
     assert gguf_tokenizer(save(tmp_path / "c", plain), 300, 0).pre == "gpt-2"
     digits = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), plain])
     assert gguf_tokenizer(save(tmp_path / "d", digits), 300, 0).pre == "smollm"
-    # Llama 3's words are taken whole where the vocabulary has them; without that it is another tokenizer.
+    # Llama 3 takes a whole word if the vocabulary has it. Without that, it is a different tokenizer.
     with pytest.raises(UsageError, match=r"that llama.* does not have"):
         gguf_tokenizer(save(tmp_path / "e", split(llama)), 300, 0)
 
@@ -70,7 +70,7 @@ def test_our_own_tokenizer(tmp_path: Path) -> None:
     assert found.tokens[size:] == tuple(f"[PAD{n}]" for n in range(size, 310))
     merges = json.loads((tmp_path / "tokenizer.json").read_text("utf-8"))["model"]["merges"]
     assert [merge.split(" ") for merge in found.merges] == merges
-    # Pretraining puts the end of a text before every text, so a text that is continued gets it too.
+    # Pretraining puts the end-of-text token before every text, so a prompt gets it too.
     assert (found.start, found.end, found.ends, found.padding, found.add_start) == (0, 0, (0,), 0, True)
     assert found.chat_template is None and not found.nfc
 
@@ -86,7 +86,7 @@ def test_of_a_chat_model(tmp_path: Path) -> None:
 
 
 def test_a_template_gets_the_end_that_it_was_rendered_with(tmp_path: Path) -> None:
-    """llama.cpp renders `eos_token` as the file's end, we as tokenizer_config.json names it."""
+    """llama.cpp renders `eos_token` as the file's end token. We render the one that tokenizer_config.json names."""
     template = (
         "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
         "{{ eos_token }}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -130,7 +130,7 @@ def test_added_tokens_that_are_plain_text(tmp_path: Path) -> None:
 
 
 def test_no_filler_is_spelt_like_a_token(tmp_path: Path) -> None:
-    """llama.cpp aborts where two tokens are spelt alike."""
+    """llama.cpp aborts if two tokens have the same text."""
     folder = save(tmp_path / "a", pre_tokenizers.ByteLevel(add_prefix_space=False))
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.add_tokens(["[PAD299]", "[PAD299]]"])

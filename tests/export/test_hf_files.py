@@ -1,4 +1,4 @@
-"""Directories: what transformers wrote loads here, what we wrote loads there, and bad ones are named."""
+"""Model directories: ours loads what transformers wrote, transformers loads what we wrote, and bad ones are named."""
 
 import json
 import os
@@ -24,7 +24,7 @@ SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32, 
 
 
 def published(name: str) -> Any:
-    """Small models as transformers itself makes and saves them."""
+    """Small models that transformers itself creates and saves."""
     torch.manual_seed(0)
     common = {"vocab_size": 61, "intermediate_size": 48, "max_position_embeddings": 64, **SIZES}
     if name == "qwen3":
@@ -67,7 +67,7 @@ def test_published_checkpoints_load(name: str, shards: bool, tmp_path: Path) -> 
 
 
 def test_gpt2_as_openai_published_it(tmp_path: Path) -> None:
-    """Names without the prefix, and the causal masks stored as if they were weights."""
+    """Names lack the prefix, and the causal masks are stored like weights."""
     theirs = published("gpt2").eval()
     theirs.save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
@@ -80,7 +80,7 @@ def test_gpt2_as_openai_published_it(tmp_path: Path) -> None:
 
 
 def test_config_of_before_transformers_5() -> None:
-    """rope_theta beside the other fields, no layer_types, no head_dim in a Llama."""
+    """rope_theta is a top-level field, and a Llama has no layer_types and no head_dim."""
     base = {"vocab_size": 61, "intermediate_size": 48, "max_position_embeddings": 64, **SIZES}
     llama = from_hf_config({**base, "model_type": "llama", "rope_theta": 5e5, "rope_scaling": None})
     assert llama.rope_theta == 5e5 and llama.head_dim == 8 and not llama.qk_norm
@@ -101,7 +101,7 @@ def test_config_of_before_transformers_5() -> None:
     ],
 )
 def test_windows_of_dots1_are_those_of_transformers(given: dict[str, Any]) -> None:
-    """It has no option use_sliding_window, and its default of max_window_layers is not Qwen's."""
+    """dots1 has no option use_sliding_window, and its default of max_window_layers differs from Qwen's."""
     experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     base = {"vocab_size": 61, "intermediate_size": 48, "max_position_embeddings": 64, **SIZES, **experts}
     base |= {"num_hidden_layers": 64}
@@ -135,7 +135,7 @@ def test_yarn_as_published(scaling: dict[str, Any], written: str, tmp_path: Path
 
 
 def test_gpt2_names_its_length_twice_as_published_files_do() -> None:
-    """llama.cpp's converter reads n_ctx alone."""
+    """llama.cpp's converter reads only n_ctx."""
     written = to_hf_config(ModelConfig(**{**TINY, **GPT2, "max_position_embeddings": 48}))
     assert written["n_ctx"] == written["n_positions"] == 48
 
@@ -144,7 +144,9 @@ SIX_HEADS = {"hidden_size": 64, "num_attention_heads": 6, "num_key_value_heads":
 
 
 def test_transformers_still_refuses_a_llama_of_six_heads_in_64(tmp_path: Path) -> None:
-    """If this fails, transformers allows the shape, and Llama's condition can go. Qwen3 has no such rule."""
+    """If this fails, transformers allows the shape, and the condition for Llama
+    can be removed. Qwen3 has no such rule.
+    """
     with pytest.raises(StrictDataclassError, match="not a multiple of the number of attention"):
         transformers.LlamaConfig(hidden_size=64, num_attention_heads=6, num_key_value_heads=2, head_dim=16)
     model = random_model(**SIX_HEADS)
@@ -288,7 +290,7 @@ def test_a_file_that_comes_while_the_export_is_written_is_kept(
 
 
 def test_export_into_a_link(tmp_path: Path) -> None:
-    """To a new place, over an empty directory, over an export: what the link leads to is written."""
+    """The link may lead to a new place, an empty directory or an export. Its target is written."""
     model = random_model()
     (tmp_path / "disk").mkdir()
     (tmp_path / "hf").symlink_to(tmp_path / "disk" / "hf", target_is_directory=True)

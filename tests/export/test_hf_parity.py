@@ -1,4 +1,4 @@
-"""The model against transformers: logits and every gradient in float32, through our export and our import."""
+"""The model compared with transformers: logits and every gradient in float32, through our export and our import."""
 
 import json
 from pathlib import Path
@@ -253,7 +253,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def random_model(**changes: Any) -> Transformer:
-    """Every parameter random, norms and biases too, at a scale where each one matters."""
+    """Return a model whose parameters are all random, norms and biases too, at a scale where each one matters."""
     model = Transformer(ModelConfig(**{**TINY, **changes}))
     initialize(model, 0, InitOptions(embedding_std=0.5, head_std=0.3, output="fan_in"))
     g = torch.Generator().manual_seed(1)
@@ -261,9 +261,9 @@ def random_model(**changes: Any) -> Transformer:
         if tensor.kind in ("norm", "bias"):
             tensor.view.add_(torch.randn(tensor.view.shape, generator=g) * 0.2)
         if tensor.name.endswith("router.weight"):
-            tensor.view.mul_(50)  # far from even, so that gradients through the choice are of size one
+            tensor.view.mul_(50)  # far from uniform, so that gradients through the choice are of size one
         if tensor.name.endswith("e_score_correction_bias"):
-            tensor.view.mul_(0.2)  # every expert is chosen still
+            tensor.view.mul_(0.2)  # every expert is still chosen
     return model
 
 
@@ -274,10 +274,12 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def their_gradients(theirs: Any, folder: Path) -> dict[str, Tensor]:
-    """By the names of published checkpoints: transformers has other ones in memory, and renames them as it saves."""
+    """Return transformers' gradients by the names in published checkpoints. Its names in
+    memory differ and are converted when saving.
+    """
     with torch.no_grad():
         for parameter in theirs.parameters():
-            if parameter.numel():  # not a shared expert of no channels
+            if parameter.numel():  # not a shared expert without channels
                 parameter.copy_(parameter.grad)
     theirs.save_pretrained(folder)
     return {name: grad for name, grad in load_file(folder / "model.safetensors").items() if grad.numel()}
@@ -329,7 +331,7 @@ def gradient(tensor: LogicalTensor) -> Tensor:
 
 
 def _same_model(loaded: ModelConfig, config: ModelConfig) -> bool:
-    """Equal, in everything that an architecture keeps (a window pattern may be spelt otherwise)."""
+    """Assert equality of everything that an architecture stores. A window pattern may be written differently."""
     ignored = {"window_pattern"}
     if not config.num_experts:
         ignored |= {"num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "router_aux_loss_coef"}
@@ -342,7 +344,7 @@ def _same_model(loaded: ModelConfig, config: ModelConfig) -> bool:
 
 
 def test_longrope_of_longer_rows_has_the_long_factors(tmp_path: Path) -> None:
-    """Published configurations have longer rows than the original length, and so do their exports."""
+    """Published configurations have rows longer than the original length, and so do their exports."""
     scaling = {**PHI4_MINI["rope_scaling"], "original_max_position_embeddings": 8}
     model = random_model(**{**PHI4_MINI, "rope_scaling": scaling})
     save_hf(model, model.config, None, tmp_path / "hf")

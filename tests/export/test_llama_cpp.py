@@ -1,4 +1,4 @@
-"""Exported files in llama.cpp itself: the same tokens, the same logits, the same prompts, and it stops where we do."""
+"""Exported files in llama.cpp itself: the same tokens, the same logits, the same prompts, and the same stops."""
 
 import ctypes
 import inspect
@@ -109,7 +109,7 @@ POOL = [
 
 
 def strings() -> list[str]:
-    """Some 2,300: those above, Indic text, and made-up ones."""
+    """Return some 2,300 strings: those above, Indic text, and random ones."""
     rng = random.Random(0)
     lines = (BUNDLED / "tiny_indic.jsonl").read_text("utf-8").splitlines()
     indic = [json.loads(line)["text"][:400] for line in lines]
@@ -118,9 +118,9 @@ def strings() -> list[str]:
 
 
 def every_character() -> list[str]:
-    """Each character that Python's Unicode knows, among letters, digits and signs.
+    """Return texts with each character of Python's Unicode database among letters, digits and signs.
 
-    Of scripts with thousands of letters (Chinese, Korean, private ones) every 97th has to do.
+    Of scripts with thousands of letters (Chinese, Korean, private ones), only every 97th is used.
     """
     found = []
     for number in range(0x110000):
@@ -135,7 +135,9 @@ def every_character() -> list[str]:
 
 
 def pairs(folder: Path, pre: Any, **options: Any) -> Path:
-    """A tokenizer with a merge for any two bytes, in a random order: wherever two words meet, its tokens show it."""
+    """Save a tokenizer with a merge for any two bytes, in random order. Its
+    tokens reveal every boundary between words.
+    """
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [(a, b) for a in letters for b in letters]
     random.Random(0).shuffle(merges)
@@ -156,7 +158,9 @@ def split(pattern: str) -> Any:
 
 
 def splits() -> dict[str, tuple[Any, dict[str, Any]]]:
-    """llama.cpp's name -> pre-tokenizer and options of the model. Patterns are transformers' own where it has them."""
+    """Return llama.cpp's name -> pre-tokenizer and options of the model. The patterns
+    are transformers' own where it has them.
+    """
     from transformers.convert_slow_tokenizer import TikTokenConverter
     from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
@@ -190,7 +194,7 @@ def prompt() -> list[int]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_llama_cpp_computes_the_same(case: str, tokenizer: GgufTokenizer, tmp_path: Path) -> None:
-    """Of GPT-2 less exactly: ggml's GELU reads a table of float16 numbers."""
+    """GPT-2's logits agree less exactly, because ggml's GELU reads a table of float16 numbers."""
     model = random_model(**{**BLOCKS, **CASES[case]}, vocab_size=VOCAB).eval()
     theirs = InLlamaCpp(save_gguf(model, tokenizer, tmp_path / "out").file)
     ids = prompt()
@@ -208,7 +212,7 @@ def test_llama_cpp_computes_the_same(case: str, tokenizer: GgufTokenizer, tmp_pa
 def test_smaller_types_are_near(
     case: str, dtype: GgufType, most: float, tokenizer: GgufTokenizer, tmp_path: Path
 ) -> None:
-    """llama.cpp rounds activations to the weights' type too, so the bounds are twice what was measured."""
+    """llama.cpp also rounds activations to the weights' type, so the bounds are twice the measured errors."""
     model = random_model(**{**BLOCKS, **CASES[case]}, vocab_size=VOCAB).eval()
     theirs = InLlamaCpp(save_gguf(model, tokenizer, tmp_path / "out", dtype).file)
     with torch.no_grad():
@@ -230,7 +234,7 @@ def test_rows_that_are_no_whole_blocks_are_read(tokenizer: GgufTokenizer, tmp_pa
 def test_smaller_types_are_llama_cpps_own_to_the_byte(
     case: str, dtype: GgufType, tokenizer: GgufTokenizer, tmp_path: Path
 ) -> None:
-    """Its quantiser, given our float32 file."""
+    """Its quantizer gets our float32 file."""
     model = random_model(**{**BLOCKS, **CASES[case], "moe_intermediate_size": 64}, vocab_size=VOCAB)
     whole = save_gguf(model, tokenizer, tmp_path / "whole").file
     ours = save_gguf(model, tokenizer, tmp_path / "small", dtype).file
@@ -249,7 +253,7 @@ def test_smaller_types_are_llama_cpps_own_to_the_byte(
         assert np.array_equal(tensor.data, expected[tensor.name].data), tensor.name
 
 
-# The two sides know different versions of Unicode from 16 on.
+# From version 16 on, the two sides have different Unicode tables.
 ALL = pytest.param(
     every_character,
     marks=pytest.mark.skipif(
@@ -292,7 +296,7 @@ def test_a_text_begins_as_in_training(tokenizer: GgufTokenizer, tmp_path: Path) 
 
 
 def test_rows_without_a_token_have_a_name_of_their_own(tmp_path: Path) -> None:
-    """Two tokens that are spelt alike would abort the process."""
+    """Two tokens with the same text would abort the process."""
     bpe.save(bpe.train(["one two three " * 20], 270), tmp_path)
     coder = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     coder.add_tokens([AddedToken("[PAD299]", normalized=False)])
@@ -305,7 +309,7 @@ def test_rows_without_a_token_have_a_name_of_their_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("template", [None, MARKED])
 def test_a_chat_is_rendered_as_by_us(template: str | None, tmp_path: Path) -> None:
-    """By llama-cpp-python's Jinja with what the file holds, and by llama.cpp's own ChatML."""
+    """Compared with llama-cpp-python's Jinja on the file's template, and with llama.cpp's own ChatML."""
     folder = make_chat(tmp_path, template)
     file = _saved(folder, tmp_path / "out")
     theirs = InLlamaCpp(file, vocab_only=True)
@@ -329,7 +333,7 @@ def test_a_chat_is_rendered_as_by_us(template: str | None, tmp_path: Path) -> No
     ("token", "reason"), [("<|im_end|>", "stop"), ("<|endoftext|>", "stop"), ("a", "length")]
 )
 def test_a_chat_ends_with_its_end(token: str, reason: str, tmp_path: Path) -> None:
-    """A model that answers with this one token."""
+    """Uses a model that answers with this one token."""
     folder = make_chat(tmp_path)
     messages = talk("What is two plus two?")
     model = random_model(vocab_size=512)
@@ -354,14 +358,14 @@ def test_ends_that_llama_cpp_does_not_know_by_name(tmp_path: Path) -> None:
 
 
 def _saved(folder: Path, out: Path) -> Path:
-    """A tiny model's file with this tokenizer."""
+    """Save the file of a tiny model with this tokenizer."""
     model = random_model(vocab_size=512)
     return save_gguf(model, gguf_tokenizer(folder, 512, 0), out).file
 
 
 @torch.no_grad()
 def _answers(model: Transformer, ids: list[int], token: int) -> None:
-    """After these tokens the model's likeliest is this one: its row of the head is the last hidden vector."""
+    """Return a model that answers this token after these tokens: its row of the head equals the last hidden vector."""
     hidden_TD = model.hidden(torch.tensor([ids]))[0]
     assert model.head is not None
     weight = next(model.head.parameters())
@@ -378,7 +382,7 @@ WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "h
 def test_k_quants_are_near(
     case: str, dtype: GgufType, most: float, tokenizer: GgufTokenizer, tmp_path: Path
 ) -> None:
-    """Every matrix is in a k-type, llama.cpp loads the file, and its logits are near those of the model."""
+    """Every matrix has a k-type, llama.cpp loads the file, and its logits are near those of the model."""
     model = random_model(**{**CASES[case], **WIDE}, vocab_size=VOCAB).eval()
     saved = save_gguf(model, tokenizer, tmp_path / "out", dtype, texts={"note": "kept"})
     assert saved.fallback == () and saved.file.name == f"model-{dtype.upper()}.gguf"
@@ -404,7 +408,7 @@ def test_rows_that_are_no_whole_k_blocks(tokenizer: GgufTokenizer, tmp_path: Pat
 def test_a_damaged_k_quant_is_found(
     tokenizer: GgufTokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A disk that changes a scale, and one that is full when llama.cpp writes."""
+    """Covers a disk that changes a scale, and one that is full when llama.cpp writes."""
     model = random_model(**{**CASES["qwen3"], **WIDE}, vocab_size=VOCAB)
     write = llama_cpp.llama_model_quantize
 

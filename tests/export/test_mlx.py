@@ -1,6 +1,6 @@
 """Exports in mlx-lm, whose converter reads Hugging Face directories: the same logits, and nearby ones in 4 bits.
 
-mlx runs on Linux without a GPU too: pip install 'mlx[cpu]' mlx-lm
+mlx also runs on Linux without a GPU: pip install 'mlx[cpu]' mlx-lm
 """
 
 from pathlib import Path

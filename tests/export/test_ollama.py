@@ -17,7 +17,7 @@ CHATML = (
 DEFAULT_SYSTEM = (
     "{% if messages[0]['role'] != 'system' %}<|im_start|>system\nYou help.<|im_end|>\n{% endif %}" + CHATML
 )
-# Of the shape of Llama 3's and of Mistral's.
+# Shaped like Llama 3's and Mistral's
 HEADERS = (
     "<s>{% for m in messages %}<h>{{ m.role }}</h>\n\n{{ m.content | trim }}<eot>{% endfor %}"
     "{% if add_generation_prompt %}<h>assistant</h>\n\n{% endif %}"
@@ -40,7 +40,7 @@ TALKS: list[Talk] = [
 
 
 def in_go(template: str, messages: Talk) -> str:
-    """What text/template makes of the four actions that the file uses."""
+    """Return the rendering by Go's text/template, for the four actions that the file uses."""
     system = next((m["content"] for m in messages if m["role"] == "system"), "")
 
     def branch(match: re.Match[str]) -> str:
@@ -85,7 +85,8 @@ def test_conversations_are_rendered_alike(template: str | None, tmp_path: Path) 
 @pytest.mark.parametrize(
     "template",
     [
-        CHATML.replace("{% for m", "{{ strftime_now('%d %b %Y') }}{% for m"),  # would stay at today's date
+        # would stay at the date of the export
+        CHATML.replace("{% for m", "{{ strftime_now('%d %b %Y') }}{% for m"),
         CHATML.replace("m['content']", "m['content'] | upper"),
         CHATML.replace("<|im_end|>\n", "{{ loop.index }}"),
         CHATML.replace(

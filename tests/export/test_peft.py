@@ -1,4 +1,6 @@
-"""Adapters against PEFT on the same weights: output, gradients and merge; and NF4 against bitsandbytes' own layers."""
+"""Adapters compared with PEFT on the same weights (output, gradients and
+merge), and NF4 with bitsandbytes' own layers.
+"""
 
 import importlib
 import importlib.util
@@ -65,14 +67,14 @@ def peft() -> Any:
 
 
 def test_peft_imports_in_this_environment() -> None:
-    """transformer-engine without its compiled library made it fail; `make install` keeps its sources apart."""
+    """transformer-engine without its compiled library made it fail, so `make install` keeps its sources apart."""
     if importlib.util.find_spec("peft") is None:
         pytest.skip("needs peft")
     assert importlib.import_module("peft").PeftModel is not None
 
 
 def stored_name(name: str) -> str:
-    """Return the name in PEFT's files of a parameter of its model."""
+    """Return the name of a parameter of PEFT's model in PEFT's files."""
     return name.replace(".default", "").replace(".modules_to_save", "").replace("_vector.weight", "_vector")
 
 
@@ -107,7 +109,7 @@ def test_output_gradients_and_merge_are_peft_s(case: Case, peft: Any, tmp_path: 
     computed = to_peft(model, options, None)[1]
     for name in names:
         gradient = computed[name]
-        # PEFT's one B of an expert's gate and up is ours on a block diagonal, with zeros beside it.
+        # PEFT's single B of an expert's gate and up is block diagonal in ours, with zeros elsewhere.
         theirs_of_ours = gradients[name] * (names[name] != 0)
         torch.testing.assert_close(
             gradient, theirs_of_ours, rtol=1e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
@@ -126,7 +128,7 @@ def test_the_merged_model_is_peft_s_and_computes_the_same(case: Case, peft: Any,
     save_peft(model, options, None, tmp_path / "adapter")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").merge_and_unload()
-    theirs.save_pretrained(tmp_path / "merged")  # under the names of files, where experts are not stacked
+    theirs.save_pretrained(tmp_path / "merged")  # under their names in files, where experts are not stacked
     expected = load_file(tmp_path / "merged/model.safetensors")
     for name, tensor in to_hf(plain, model.config)[1].items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6)
@@ -141,8 +143,9 @@ def test_codes_with_adapters_compute_what_the_merged_model_does(format: str, sha
 
 
 def test_nf4_with_adapters_is_peft_on_bitsandbytes(peft: Any, tmp_path: Path) -> None:
-    """Their own 4-bit layers and adapters. Not fused, because 256 magnitudes share a scale, and a fused weight
-    has such groups over the border of two projections."""
+    """Compared with bitsandbytes' own 4-bit layers and adapters. Not fused, because 256 magnitudes share a scale, and
+    in a fused weight such groups cross the border of two projections.
+    """
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
 
@@ -163,7 +166,7 @@ def test_nf4_with_adapters_is_peft_on_bitsandbytes(peft: Any, tmp_path: Path) ->
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "adapter").train()
     expected = theirs(
         TOKENS
-    ).logits  # with gradients and in training they dequantise; else a CPU kernel in BF16 runs
+    ).logits  # with gradients and in training they dequantize; otherwise a CPU kernel in BF16 runs
     torch.testing.assert_close(model(TOKENS), expected, rtol=1e-4, atol=2e-4)
 
 

@@ -1,8 +1,8 @@
 """Numbers of the documents that the project started from, line by line, and what each line was mapped to.
 
-`seed_numbers.csv` has one row per line with a number: the document, the line, the numbers as they stand there, the ids
-of the claims that they make (facts/claims.toml), and for numbers that claim nothing the reason, one of `REASONS`.
-`python -m tests.facts.seed_numbers DIRECTORY` prints the lines of the documents that the table lacks.
+`seed_numbers.csv` has one row per line with a number: the document, the line, the numbers as written, the ids of the
+claims that they make (facts/claims.toml), and for numbers that claim nothing the reason, one of `REASONS`. `python -m
+tests.facts.seed_numbers DIRECTORY` prints the lines of the documents that the table lacks.
 """
 
 import csv
@@ -34,7 +34,7 @@ REASONS = {
     "name": "the name of a card, or of how many of them",
 }
 # Digits after a letter or an underscore belong to a name (FP8, H100, d26), and so do those after a hyphen (GPT-2) and
-# after RTX. What follows a number without a space is its unit (16K, 2x, 24GB); of those with a space, the usual ones.
+# after RTX. Letters directly after a number are its unit (16K, 2x, 24GB). After a space, only the usual units count.
 _UNIT = "tokens?(?:/sec(?:ond)?)?|GB|TB/s|hours?|minutes?|days?|seconds?|steps?|params|parameters|Billion"
 _NUMBER = re.compile(
     r"(?<!\w)(?<!\d\.)(?<![A-Za-z]-)(?<!RTX )(?:(?<!-)[<>~$+-])?(?:(?<=~)\$)?"
@@ -45,7 +45,7 @@ _NUMBER = re.compile(
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a document with its numbers, the claims they make, and why the rest makes none."""
+    """One line of a document with its numbers, the claims they make, and why the others make none."""
 
     document: str
     line: int
@@ -81,7 +81,7 @@ def rows() -> list[Row]:
 
 
 def unmapped(directory: Path) -> list[str]:
-    """Return what differs between the documents' numbered lines and the table, as 'document:line: numbers'."""
+    """Return the differences between the documents' numbered lines and the table, as 'document:line: numbers'."""
     table = {(row.document, row.line): row.numbers for row in rows()}
     found = {
         (name, at): those

@@ -1,4 +1,4 @@
-"""Claims as data: what is refused, how they read, and that the file is whole."""
+"""Claims as data: refused entries, their wording, and the completeness of the file."""
 
 import re
 import tomllib
@@ -131,9 +131,9 @@ def test_a_claimed_value_reads_as_it_was_meant(changes: dict[str, Any], words: s
 @pytest.mark.parametrize(
     "entry",
     [
-        {**ENTRY, "size": -0.05},  # against its direction
+        {**ENTRY, "size": -0.05},  # opposite to its direction
         {**ENTRY, "size": [0.1, 0.05]},  # falls
-        {**ENTRY, "direction": "lower", "size": -1.0},  # nothing left
+        {**ENTRY, "direction": "lower", "size": -1.0},  # nothing is left
         {**ENTRY, "direction": "none"},  # no change, of 5 %
         {**ENTRY, "direction": "sideways"},
         {**ENTRY, "kind": "guessed"},
@@ -142,7 +142,7 @@ def test_a_claimed_value_reads_as_it_was_meant(changes: dict[str, Any], words: s
         {**ENTRY, "group": ""},
         {**ENTRY, "against": ENTRY["arm"]},
         {**ENTRY, "formula": "f"},
-        {**ENTRY, "direction": "about"},  # about nothing
+        {**ENTRY, "direction": "about"},  # of nothing
         {**ENTRY, "value": 3, "unit": "W"},
         {**ARITHMETIC, "formula": ""},
         {**ARITHMETIC, "unit": ""},

@@ -1,4 +1,6 @@
-"""The card table against arithmetic of its own, the traps that circulate, and the names that drivers report."""
+"""The GPU table compared with independent arithmetic, with wrong numbers in
+circulation, and with the names that drivers report.
+"""
 
 import subprocess
 import sys
@@ -16,7 +18,7 @@ CARDS = gpus()
 
 @pytest.mark.parametrize("gpu", [g for g in CARDS if g.geforce], ids=lambda g: g.name)
 def test_a_geforce_card_is_its_multiprocessors_times_its_clock(gpu: Gpu) -> None:
-    """512 BF16 FLOP per multiprocessor and clock with FP32 accumulation, twice that with FP16 accumulation."""
+    """A multiprocessor does 512 BF16 FLOP per clock with FP32 accumulation, and twice that with FP16 accumulation."""
     assert gpu.flops_per_clock == 512
     assert gpu.multiprocessors * gpu.boost_hz * 512 == pytest.approx(gpu.bf16_flops, rel=0.03)
     assert gpu.fp16_accumulate_flops == pytest.approx(2 * gpu.bf16_flops, rel=0.01)
@@ -26,14 +28,14 @@ def test_a_geforce_card_is_its_multiprocessors_times_its_clock(gpu: Gpu) -> None
     "gpu", [g for g in CARDS if not g.geforce and g.flops_per_clock], ids=lambda g: g.name
 )
 def test_the_other_cards_follow_the_rule_of_their_class(gpu: Gpu) -> None:
-    """The sheets of L4 and H100 PCIe reckon with lower clocks than their boost."""
+    """The data sheets of L4 and H100 PCIe assume lower clocks than their boost."""
     rule = {"8.0": 2048, "9.0": 4096}.get(gpu.compute_capability, 1024)
     assert gpu.flops_per_clock == rule
     assert gpu.multiprocessors * gpu.boost_hz * rule == pytest.approx(gpu.bf16_flops, rel=0.09)
 
 
 def test_the_traps() -> None:
-    """Wrong numbers that circulate: FP16 accumulation and sparsity sold as BF16, the 5090 with 24 GB or 450 W."""
+    """Wrong numbers in circulation: FP16 accumulation and sparsity sold as BF16, and a 5090 with 24 GB or 450 W."""
     rtx4090, rtx5090, laptop = find("4090"), find("5090"), find("5090 laptop")
     assert round(rtx4090.bf16_flops / 1e12) == 165
     assert round(rtx4090.fp8_flops / 1e12) == 330
@@ -54,7 +56,7 @@ def test_every_row_is_whole() -> None:
         assert 4 * GIB <= gpu.memory_bytes <= 192 * GIB
         assert 60 <= gpu.watts <= 1000 and 0.2e12 <= gpu.bandwidth <= 8e12
         assert bool(gpu.measured_bf16_flops) == bool(gpu.measured_source), gpu.name
-        # Laptops run above the lowest power limit, which their sheet reckons with.
+        # Laptops run above the lowest power limit, which their data sheet assumes.
         if gpu.measured_bf16_flops:
             top = 1.7 if gpu.laptop else 1.15
             assert 0.5 < gpu.measured_bf16_flops / gpu.bf16_flops < top, gpu.name
@@ -203,7 +205,7 @@ def test_a_device_is_known_by_its_name_and_memory(device: str, gib: float, name:
 @pytest.mark.parametrize(
     ("device", "gib"),
     [
-        ("NVIDIA GeForce RTX 5090", 23.4),  # not the memory of this card
+        ("NVIDIA GeForce RTX 5090", 23.4),  # not the memory size of this GPU
         ("NVIDIA GeForce RTX 5090 Laptop GPU", 31.4),
         ("NVIDIA GeForce RTX 4090", 47.4),  # rebuilt cards with 48 GB exist
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", 9.5),
@@ -221,7 +223,7 @@ def test_a_device_that_is_not_surely_in_the_table_is_none(device: str, gib: floa
 
 
 def test_importing_and_looking_up_takes_no_torch() -> None:
-    """They are what takes long to import: seconds, beside milliseconds for the tables."""
+    """The libraries take seconds to import; the tables take milliseconds."""
     code = (
         "import sys;"
         "import deskside.facts.measurements, deskside.facts.power_and_prices;"
@@ -233,7 +235,9 @@ def test_importing_and_looking_up_takes_no_torch() -> None:
 
 
 def test_links_follow_the_data_sheet() -> None:
-    """PCIe 4.0 x16 is 31.5 GB/s each way (16 GT/s, 128b/130b), 5.0 twice that; a sheet adds up both ways."""
+    """PCIe 4.0 x16 has 31.5 GB/s each way (16 GT/s, 128b/130b), and 5.0 twice
+    that. A data sheet adds both directions.
+    """
     by_link = {gpu.pcie: gpu.pcie_bandwidth for gpu in CARDS}
     assert by_link["4.0 x16"] == pytest.approx(31.5e9, rel=0.001)
     assert 2 * by_link["4.0 x16"] == by_link["5.0 x16"]

@@ -1,4 +1,4 @@
-"""The published rows: typed, whole where they say so, and in agreement with what their sources print."""
+"""The published rows are typed, complete where they say so, and agree with what their sources print."""
 
 from collections import Counter
 from typing import get_args
@@ -42,7 +42,8 @@ def test_the_rejected_rows_are_kept_and_flagged() -> None:
 
 def test_bf16_utilisation_of_llmq_is_what_llmq_printed() -> None:
     """llmq prints its share of the speed of light: 6 N + 6 L d T against the BF16 peak with FP32 accumulation. So its
-    printed share, its tokens/s, our FLOPs per token and our data sheet must agree."""
+    printed share, its tokens/s, our FLOPs per token and our data sheet must agree.
+    """
     checked = 0
     for row in ROWS:
         card = row.data_sheet()
@@ -53,7 +54,7 @@ def test_bf16_utilisation_of_llmq_is_what_llmq_printed() -> None:
         assert row.flops_per_token and row.tokens_per_second_per_gpu and row.mfu_reported
         ours = row.flops_per_token * row.tokens_per_second_per_gpu / card.bf16_flops
         if "does not fit" in row.note:
-            assert abs(ours - row.mfu_reported) > 0.05  # else the note is wrong
+            assert abs(ours - row.mfu_reported) > 0.05  # otherwise the note is wrong
         else:
             assert ours == pytest.approx(row.mfu_reported, abs=0.025), row
         checked += 1
@@ -61,7 +62,7 @@ def test_bf16_utilisation_of_llmq_is_what_llmq_printed() -> None:
 
 
 def test_known_rows() -> None:
-    """Two that were read at their source again, by hand."""
+    """Two rows that were checked against their source again, by hand."""
     by = {(row.framework, row.card, row.model, row.precision, row.gpus, row.rows): row for row in ROWS}
     row = by["llmq (C++/CUDA)", "RTX 4090", "Qwen2.5-7B", "bf16", 1, 16]
     assert row.tokens_per_second == 2777 and "e4m3" in row.note  # the page's own command line is wrong
@@ -86,9 +87,10 @@ def test_memory_is_in_bytes() -> None:
 
 
 def test_no_run_is_faster_than_its_card_except_the_rejected_ones() -> None:
-    """A run cannot exceed the measured matmul rate of its card, or the data sheet without one, doubled for FP8.
+    """A run cannot exceed the measured matmul rate of its GPU, or the data sheet's if there is none, doubled for FP8.
 
-    GeForce cards boost above the clock of their sheet: 10 % more is allowed. Other rejected rows have no speed.
+    GeForce cards boost above the clock of their data sheet, so 10 % more is
+    allowed. Other rejected rows have no speed.
     """
     judged = 0
     for row in ROWS:

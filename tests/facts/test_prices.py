@@ -1,4 +1,4 @@
-"""Prices and power: dated, sourced, about cards that exist."""
+"""Prices and power entries have a date and a source, and belong to GPUs that exist."""
 
 import re
 import tomllib
@@ -43,7 +43,7 @@ def test_power_shares_are_ordered_and_sourced() -> None:
         assert 0.5 < share.low < share.expected <= share.high <= 1 and share.source
     assert facts.host_watts().low < facts.host_watts().expected < facts.host_watts().high
     supply = facts.supply_efficiency()
-    assert 1 > supply.low > supply.expected > supply.high > 0.8  # low: of the consumption
+    assert 1 > supply.low > supply.expected > supply.high > 0.8  # low, as a share of the consumption
 
 
 @pytest.mark.parametrize("gpu", [g for g in gpus() if facts.cap_series(g)], ids=lambda g: g.name)

@@ -1,4 +1,4 @@
-"""Every number of the documents that the project started from is a claim, or has a reason why it is none."""
+"""Every number in the documents that the project started from is a claim, or has a reason why it is not."""
 
 import dataclasses
 from pathlib import Path
@@ -9,7 +9,7 @@ from deskside.facts.claims import claims
 from tests.facts import seed_numbers
 
 SEEDS = Path(__file__).parents[3] / "shared" / "seeds"
-# No number stands in the lines that say these.
+# The lines with these phrases contain no number.
 WITHOUT_NUMBER = {"fp8-memory", "mxfp8-fails", "rmsnorm-speed", "window-without-fa3"}
 
 

@@ -1,4 +1,4 @@
-"""Chat templates with tools: TRL's copies of published ones, and ones in the forms of Mistral's."""
+"""Chat templates with tools: TRL's copies of published ones, and templates in Mistral's formats."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The parts of answers, whole and in pieces, beside transformers' parser with TRL's response templates."""
+"""The parts of answers, given whole and in pieces, compared with transformers' parser and TRL's response templates."""
 
 import json
 from typing import Any
@@ -32,7 +32,7 @@ Parts = tuple[str, str, list[tuple[str, str]]]
 
 
 def parts(text: str, thinking: Thinking, form: ToolFormat | None, size: int) -> Parts:
-    """Return content, reasoning and calls of an answer that comes in pieces of this many characters."""
+    """Return content, reasoning and calls of an answer that arrives in pieces of this many characters."""
     parser = AnswerParser(thinking, form, FUNCTIONS)
     found = [parser.push(text[at : at + size]) for at in range(0, len(text), size)] + [parser.finish()]
     calls: dict[int, list[str]] = {}
@@ -49,7 +49,7 @@ STRINGS = ("add", '{"s": "}\\"]</tool_call>{", "n": -1.5e3}')
 CASES: list[tuple[Thinking, ToolFormat | None, str, Parts]] = [
     ("no", None, "  Hello <think>\n", ("  Hello <think>\n", "", [])),
     ("no", TAGGED, "", ("", "", [])),
-    # A regular expression that tries every way to divide this would not end.
+    # A regular expression that tries every way to divide this would not terminate.
     ("no", NAMED, f"[TOOL_CALLS]x{'[AAAA' * 40}!", (f"[TOOL_CALLS]x{'[AAAA' * 40}!", "", [])),
     ("no", TAGGED, " a <tool b ", (" a <tool b ", "", [])),
     ("no", TAGGED, tagged(ADD), ("", "", [ADD])),
@@ -68,7 +68,7 @@ CASES: list[tuple[Thinking, ToolFormat | None, str, Parts]] = [
         ("", "", [("add", '{"a": 1}')]),
     ),
     ("no", TAGGED, '<tool_call>\n{"name": "get_x"}\n</tool_call>', ("", "", [GET])),
-    # what is no call is text
+    # what is not a call is text
     ("no", TAGGED, tagged(("other", "{}")), (tagged(("other", "{}")), "", [])),
     ("no", TAGGED, "<tool_call>no", ("<tool_call>no", "", [])),
     ("no", TAGGED, "<tool_call>{]}</tool_call>", ("<tool_call>{]}</tool_call>", "", [])),
@@ -112,7 +112,7 @@ def test_parts(case: tuple[Thinking, ToolFormat | None, str, Parts], size: int) 
 
 
 def by_transformers(text: str, template: dict[str, Any], prefix: str) -> Parts:
-    """Return the parts that transformers finds. It parses arguments, so these are written again."""
+    """Return the parts that transformers finds. It parses arguments, so they are serialized again."""
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=train(["text"], 270))
     found = tokenizer.parse_response(text, schema=template, prefix=prefix)
     calls = [call["function"] for call in found.get("tool_calls", [])]

@@ -1,4 +1,4 @@
-"""The mask of learned tokens, compared with transformers' rendering, with character offsets and with TRL."""
+"""The mask of learned tokens, compared with transformers' rendering, with character offsets, and with TRL."""
 
 import json
 from functools import partial
@@ -68,7 +68,9 @@ def test_mask_equals_character_offsets(name: str, folder: Path, template: ChatTe
 def test_transformers_gives_the_same_prompt_before_every_answer(
     name: str, folder: Path, template: ChatTemplate
 ) -> None:
-    """The tokens before a learned turn are the prompt that `apply_chat_template` gives with the generation prompt."""
+    """The tokens before a learned turn equal the prompt that
+    `apply_chat_template` returns with the generation prompt.
+    """
     messages = CONVERSATIONS[name]
     theirs = AutoTokenizer.from_pretrained(folder)
     found = template.conversation(Conversation(messages))
@@ -80,7 +82,7 @@ def test_transformers_gives_the_same_prompt_before_every_answer(
             continue  # transformers cannot render an empty conversation; other tests cover this turn
         prompt = theirs.apply_chat_template(messages[:turn], add_generation_prompt=True, return_dict=False)
         assert template.prompt(Conversation(messages[:turn])) == prompt
-        # An earlier answer's last line break may merge in a whole text.
+        # In the whole text, the last line break of an earlier answer may merge with what follows.
         if turn == turns[0] or name != "lines":
             assert found.ids[:begin].tolist() == prompt
     text = theirs.apply_chat_template(messages, tokenize=False)
@@ -147,7 +149,7 @@ def test_generation_marks_give_the_same_mask_as_prefixes(
 
 @pytest.mark.parametrize("name", ["one turn", "many turns", "system", "assistant first"])
 def test_mask_equals_that_of_trl(name: str, tmp_path: Path) -> None:
-    """TRL has a marked copy of Qwen2.5's template; from the unmarked template we must find the same turns.
+    """TRL has a marked copy of Qwen2.5's template. We must find the same turns in the unmarked template.
 
     This template refuses an empty conversation, and adds a default system message.
     """
@@ -164,7 +166,7 @@ def test_mask_equals_that_of_trl(name: str, tmp_path: Path) -> None:
     ours = ChatTemplate(folder).conversation(Conversation(CONVERSATIONS[name]))
 
     def learned_turns(ids: list[int], mask: list[int]) -> list[str]:
-        """Return the learned text of each turn, without the line breaks around it, which TRL learns too."""
+        """Return the learned text of each turn, without the surrounding line breaks, which TRL also learns."""
         edges = np.flatnonzero(np.diff(mask, prepend=0, append=0)).reshape(-1, 2)
         return [theirs.decode(ids[a:b]).strip() for a, b in edges]
 
@@ -211,11 +213,11 @@ def test_conversation_without_assistant_is_refused(template: ChatTemplate) -> No
         template.conversation(Conversation([{"role": "user", "content": "a"}]))
 
 
-# Making a tokenizer for conversations
+# Preparing a tokenizer for conversations
 
 
 def test_tokens_that_are_missing_are_added(tmp_path: Path) -> None:
-    """Missing chat tokens are added at the end of the vocabulary; all other tokens stay the same."""
+    """Missing chat tokens are appended to the vocabulary, and all other tokens stay the same."""
     plain = tmp_path / "plain"
     spec = json.loads(bpe.train(chat_tokenizer.TEXT, 400).to_str())
     spec["added_tokens"] = [t for t in spec["added_tokens"] if t["content"] == bpe.END_OF_TEXT]
@@ -237,7 +239,7 @@ def test_tokens_that_are_missing_are_added(tmp_path: Path) -> None:
 
 
 def test_existing_chat_template_is_kept(tmp_path: Path) -> None:
-    """The template may be in tokenizer_config.json or in a file. No token is added, because all were trained."""
+    """The template may be in tokenizer_config.json or in a file. No token is added, because all are trained."""
     plain = tmp_path / "plain"
     bpe.save(bpe.train(chat_tokenizer.TEXT, 400), plain)
     config = json.loads((plain / "tokenizer_config.json").read_text())

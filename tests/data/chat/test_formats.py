@@ -1,4 +1,4 @@
-"""Formats of records: each is recognised by its fields, and gives the conversation that OpenAI's format gives."""
+"""Record formats: each is recognised by its fields and gives the same conversation as OpenAI's format."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Validation of messages and tools, and the one form that they are brought to."""
+"""Validation of messages and tools, and their normal form."""
 
 import json
 import math
@@ -58,7 +58,7 @@ def test_invalid_conversations_are_refused_with_a_reason(messages: Any, reason: 
 
 
 def test_fields_without_a_value_are_left_out() -> None:
-    """Parquet files have null for fields of other rows, and clients send back all fields of an answer."""
+    """Parquet files have null in the fields of other rows, and clients send back all fields of an answer."""
     given = {**USER, "tool_calls": [], "refusal": None, "name": "", "audio": {}}
     assert checked_messages([given]) == [USER]
     assert checked_messages([{**given, "name": "Ada"}]) == [{**USER, "name": "Ada"}]

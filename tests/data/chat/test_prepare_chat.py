@@ -1,4 +1,4 @@
-"""Prepared conversations: which are held out or left out, and that packing changes no target."""
+"""Prepared conversations: which ones are held out or omitted, and that packing changes no target."""
 
 import gzip
 import itertools
@@ -95,7 +95,7 @@ def test_packing_changes_no_target(prepared: Path, tokenizer: Path) -> None:
     both = [p for split in ("train", "val") for p in pieces(PackedDataset(prepared, split, 256))]
     assert len(both) == len(whole) == len(set(both)) and dict(both) == whole
     index = shards.read_index(prepared)
-    assert len(index.splits["train"].shards) > 1  # so that packing crosses shards
+    assert len(index.splits["train"].shards) > 1  # makes packing cross shards
     assert (
         index.chat is not None
         and index.chat.learnt_tokens["train"] == PackedDataset(prepared, "train", 256).num_tokens
@@ -115,7 +115,7 @@ def test_a_conversation_longer_than_a_row_ends_there(prepared: Path, tokenizer: 
     assert dataset.truncation.left_out == len(train) - len(short)
     assert dataset.truncation.shortened == sum(len(ids) > width and ids[:width] in short for ids in train)
     assert dataset.truncation.left_out > 0 and dataset.truncation.shortened > 0
-    assert dataset.num_valid_per_row.min() >= 1  # so that every step has a target
+    assert dataset.num_valid_per_row.min() >= 1  # ensures that every step has a target
 
 
 def test_the_loader_counts_targets(prepared: Path) -> None:
@@ -139,7 +139,7 @@ def test_held_out_conversations_are_not_trained_on(tmp_path: Path, tokenizer: Pa
 
 
 def test_split_and_cache_key_do_not_depend_on_order_and_location(tmp_path: Path, tokenizer: Path) -> None:
-    """In another order the same conversations are held out; in another folder the cache key is the same."""
+    """In another order, the same conversations are held out. In another folder, the cache key is the same."""
     found = conversations(60)
     specs = [ChatSpec((write(tmp_path / n, f),)) for n, f in (("a.jsonl", found), ("b.jsonl", found[::-1]))]
     held = []
@@ -222,7 +222,7 @@ def test_nothing_to_learn_from_is_one_line(
     with pytest.raises(UsageError, match=reason) as raised:
         prepare_chat(ChatSpec((str(tmp_path / name),)), tokenizer, tmp_path / "data", quiet=True)
     assert "\n" not in str(raised.value)
-    assert [p.name for p in tmp_path.iterdir()] == [name]  # nothing half-made is left
+    assert [p.name for p in tmp_path.iterdir()] == [name]  # no partial output is left
 
 
 def test_the_reason_why_no_validation_conversation_is_usable(tmp_path: Path, tokenizer: Path) -> None:

@@ -1,4 +1,4 @@
-"""Preparation of records in several formats, with tools and calls: what is learnt and counted."""
+"""Preparation of records in several formats, with tools and calls: what is learned and counted."""
 
 import itertools
 import json
@@ -58,7 +58,7 @@ def write(path: Path, records: list[dict[str, Any]]) -> str:
 
 
 def learnt(folder: Path, split: str) -> list[str]:
-    """Return the learnt text of every document."""
+    """Return the learned text of every document."""
     tokenizer, dataset = bpe.load(folder), PackedDataset(folder, split, 2048)
     rows = dataset.rows_by_number(np.arange(dataset.num_rows))
     targets, edges = rows.targets.ravel(), [*rows.boundaries.tolist(), rows.targets.size]
@@ -75,8 +75,9 @@ def test_formats_and_what_is_not_learnt_are_counted(tmp_path: Path, tokenizer: P
     index = prepare_chat(spec, tokenizer, tmp_path / "data", quiet=True)
     assert index.chat is not None
     assert index.chat.formats == {"OpenAI": 13, "ShareGPT": 1, "Alpaca": 1}
-    assert index.chat.unlearnt_turns == 0 and index.chat.rewritten == 13  # all with two questions or a call
-    # Other fields of a record are no part of the conversation.
+    # all of them have two questions or a call
+    assert index.chat.unlearnt_turns == 0 and index.chat.rewritten == 13
+    # Other fields of a record are not part of the conversation.
     assert index.duplicates_of_validation == len(MIXED)
     left = list(index.bad_input["train"].items())
     assert [(reason.split(":")[0], found["count"]) for reason, found in left] == [
@@ -106,7 +107,7 @@ def test_formats_and_what_is_not_learnt_are_counted(tmp_path: Path, tokenizer: P
 
 
 def test_parquet_with_tools_is_read_like_jsonl(tmp_path: Path, tokenizer: Path) -> None:
-    """In a parquet file every call has the arguments of all calls, and null for those that it does not have."""
+    """In a parquet file, every call has the arguments of all calls, with null for those that it lacks."""
     records = MIXED[:2] * 20
     for n, record in enumerate(records):
         records[n] = {**record, "messages": [{"role": "system", "content": str(n)}, *record["messages"]]}

@@ -1,4 +1,4 @@
-"""Rendering and tokenization of messages: as in transformers, and without special tokens from the messages' text."""
+"""Rendering and tokenization of messages: as in transformers, but the messages' text never becomes special tokens."""
 
 import json
 from pathlib import Path
@@ -90,7 +90,7 @@ def test_special_tokens_in_messages_are_plain_text(folder: Path, renderer: Rende
     assert text in tokenizer.decode(forged, skip_special_tokens=False)
 
 
-# Texts of an attacker: special tokens, parts of them, and the characters of escapes.
+# Text that an attacker could send: special tokens, parts of them, and escape characters
 PIECES = st.sampled_from(
     [
         *SPECIAL,
@@ -190,7 +190,7 @@ def test_a_template_knows_the_roles_that_it_writes_or_refuses(folder: Path, tmp_
         "{% elif 'ipython' == m.role %}{% generation %}{{ m.content }}{% endgeneration %}{% endif %}{% endfor %}"
     )
     (tmp_path / "chat_template.jinja").write_text(template)
-    # this template would silently leave out the messages of assistant and system
+    # this template would silently drop the messages of assistant and system
     assert load_renderer(tmp_path).roles == {"user", "critic", "tool", "ipython"}
     with pytest.raises(NotRendered, match="no tools"):
         load_renderer(tmp_path).prompt(Conversation([{"role": "tool", "content": "a"}]))

@@ -1,4 +1,4 @@
-"""What published templates support, and that everything else is refused by name."""
+"""Published templates support the listed features, and everything else is refused by name."""
 
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ def refusal(renderer: Renderer, conversation: Conversation) -> str | None:
         (CALLED, None, TOOLS_ONLY),
         (CALLED, [WEATHER], TOOLS_ONLY),
         (talk("a", "b", system="s"), [WEATHER], TOOLS_ONLY),
-        # Llama 3's and gpt-oss's write one call, and Llama 3's nothing beside it.
+        # Llama 3's and gpt-oss's templates write one call, and Llama 3's writes no text beside it.
         (
             [ASK, calling(PUNE, DELHI), result("sun"), result("rain", 2), SUNNY],
             None,

@@ -1,4 +1,4 @@
-"""The form of tool calls that a chat template shows."""
+"""Detection of the tool call format of a chat template."""
 
 from pathlib import Path
 

@@ -26,13 +26,13 @@ from tests.data.chat.tricky import CONVERSATIONS, Record
 
 @dataclass(frozen=True)
 class Family:
-    """A template of TRL's package (its name there), its special tokens, and its start token."""
+    """A template in TRL's package (by its name there), its special tokens, and its start token."""
 
     template: str
     special: tuple[str, ...]
     start: str | None = None
     line_break: bool = False  # TRL also learns the line break after the end of a turn
-    parts: bool = False  # the template renders only contents that are lists of parts
+    parts: bool = False  # the template renders contents only as lists of parts
 
 
 FAMILIES = {
@@ -52,7 +52,7 @@ PLAIN_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")  # added t
 CALLS = {name for name, record in CONVERSATIONS.items() if any("tool_calls" in m for m in record["messages"])}
 REASONING = {"reasoning", "reasoning in all answers", "reasoning in the first answer"}
 TOOLS = {"tools", "tools and system"}
-# Reasons of differences: those for which we refuse a record that TRL renders without a part of it ...
+# Reasons for differences: those for which we refuse a record that TRL renders incompletely ...
 REFUSED = {
     "calls": "does not write the (tool_calls|reasoning_content)",
     "reasoning": "does not write the reasoning_content",
@@ -92,7 +92,7 @@ EXPLAINED: dict[str, dict[str, str]] = {
     "Gemma 3": WITHOUT_TOOLS,
     "Mistral": {name: reason for name, reason in WITHOUT_TOOLS.items() if reason != "parts"},
 }
-# Of conversations: equal, refused by both, explained; the table in docs/alignment.md.
+# Counts of conversations: equal, refused by both, explained. They are the table in docs/alignment.md.
 COUNTS = {
     "Qwen3": (52, 0, 13),
     "Llama 3": (44, 0, 21),
@@ -133,7 +133,7 @@ def trl_template(name: str) -> str:
 
 
 def theirs(family: Family, tokenizer: Any, record: Record) -> tuple[list[int], list[int]] | None:
-    """Return TRL's ids and mask; None if its template refuses the record."""
+    """Return TRL's ids and mask, or None if its template refuses the record."""
     messages = record["messages"]
     if family.parts:
         messages = [
@@ -167,7 +167,7 @@ def text_of(message: Any) -> str:
 
 
 def ours(template: ChatTemplate, record: Record) -> tuple[list[int], list[int]] | str:
-    """Return our ids and mask, or the reason of a refusal."""
+    """Return our ids and mask, or the reason for the refusal."""
     tools, kwargs = record.get("tools"), record.get("chat_template_kwargs")
     try:
         found = template.conversation(checked_conversation(record["messages"], tools, kwargs))
@@ -178,7 +178,9 @@ def ours(template: ChatTemplate, record: Record) -> tuple[list[int], list[int]] 
 
 
 def as_we_read_it(record: Record, reason: str) -> Record:
-    """Return the record for which TRL's template gives what ours gives for the original, or what we refuse to drop."""
+    """Return the record for which TRL's template renders what ours renders for
+    the original, or what we refuse to drop.
+    """
     messages = [dict(message) for message in record["messages"]]
     record = {**record, "messages": messages}
     for message in messages:
@@ -222,7 +224,7 @@ def test_tokens_and_mask_equal_those_of_trl(
         assert found == expected
     elif reason in REFUSED:
         assert isinstance(found, str) and re.search(REFUSED[reason], found)
-        assert theirs(family, tokenizer, as_we_read_it(record, reason)) == expected  # TRL leaves it out
+        assert theirs(family, tokenizer, as_we_read_it(record, reason)) == expected  # TRL drops it
     else:
         assert not isinstance(found, str) and found != expected
         if reason in ("parts", "arguments", "order"):
@@ -235,7 +237,7 @@ def test_tokens_and_mask_equal_those_of_trl(
             special = set(tokenizer.convert_tokens_to_ids([*family.special, "<|endoftext|>"]))
             ours_special, their_special = (sum(n in special for n in ids) for ids, _ in (found, expected))
             assert texts[0][0] == texts[1][0] and ours_special < their_special
-        else:  # an empty thought that is not written, or not learnt
+        else:  # an empty thought that is not written, or not learned
             assert [text.replace(EMPTY_THOUGHT, "") for text in texts[0]] == [
                 text.replace(EMPTY_THOUGHT, "") for text in texts[1]
             ]

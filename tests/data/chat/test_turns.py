@@ -1,4 +1,4 @@
-"""The assistant's turns in templates without marks: tools, templates that rewrite what was said, and first turns."""
+"""The assistant's turns in unmarked templates: tools, templates that rewrite earlier turns, and first turns."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from tests.data import chat_tokenizer
 from tests.data.chat.tricky import ASK, DELHI, PUNE, SUNNY, WEATHER, assistant, calling, result
 from tests.data.chat_tokenizer import talk
 
-# The format of Mistral's third tokenizer: the tools are written before the last question, calls as a JSON list.
+# The format of Mistral's third tokenizer: tools are written before the last question, and calls as a JSON list.
 MISTRAL = (
     "{{ '<s>' }}{% set last = messages | selectattr('role', 'equalto', 'user') | list | last %}"
     "{% for m in messages %}{% if m.role == 'user' %}"
@@ -31,7 +31,7 @@ MISTRAL = (
 def learnt(
     tmp_path: Path, template: str, messages: list[dict[str, Any]], tools: Any = None
 ) -> tuple[str, list[str], int]:
-    """Return the text, the learnt turns and the number of those that are not learnt."""
+    """Return the text, the learned turns, and the number of turns that are not learned."""
     folder = chat_tokenizer.make(tmp_path, template)
     found = ChatTemplate(folder).conversation(checked_conversation(messages, tools))
     tokenizer = bpe.load(folder)
@@ -53,12 +53,12 @@ def test_calls_of_llama(tmp_path: Path) -> None:
         tmp_path, trl_template("llama3_2"), [ASK, calling(PUNE), result("sun"), SUNNY], [WEATHER]
     )
     call = '{"name": "weather", "parameters": {"place": ["Pune"]}}<|eot_id|>'
-    # <|eot_id|> is no special token of this tokenizer.
+    # <|eot_id|> is not a special token of this tokenizer.
     assert turns == [call, "No, the sun shines.<|eot_id|>"] and unlearnt == 0
 
 
 def test_calls_of_mistral(tmp_path: Path) -> None:
-    """A question with tools is written as it is when it is the last one."""
+    """A question with tools is written as it would be if it were the last one."""
     two = [ASK, calling(PUNE, DELHI), result("sun"), result("rain", 2), SUNNY, ASK, SUNNY]
     text, turns, unlearnt = learnt(tmp_path, MISTRAL, two, [WEATHER])
     assert [turn[:14] for turn in turns] == [
@@ -79,13 +79,13 @@ def test_the_header_of_a_first_turn_is_not_learnt(template: str, tmp_path: Path)
 
 
 def test_turns_whose_end_depends_on_what_follows_are_counted(tmp_path: Path) -> None:
-    """The template of gpt-oss ends a turn with <|end|>, and the last one with <|return|>."""
+    """The template of gpt-oss ends a turn with <|end|>, but the last one with <|return|>."""
     _, turns, unlearnt = learnt(tmp_path, trl_template("gptoss"), talk("a", "one", "b", "two"))
     assert turns == ["<|channel|>final<|message|>two<|return|>"] and unlearnt == 1
 
 
 def test_an_end_of_text_wherever_no_prompt_follows(tmp_path: Path) -> None:
-    """Phi-3's template; its <|end|> is no special token of this tokenizer."""
+    """Uses Phi-3's template. Its <|end|> is not a special token of this tokenizer."""
     text, turns, unlearnt = learnt(tmp_path, trl_template("phi3"), talk("a", "one", "b", "two"))
     assert turns == ["one<|end|>\n", "two<|end|>\n<|endoftext|>"] and unlearnt == 0
     assert text.count("<|endoftext|>") == 1

@@ -1,4 +1,6 @@
-"""Conversations that are hard to render or to mask, as records: messages, and perhaps tools and template arguments."""
+"""Conversations that are hard to render or to mask, as records: messages, and
+possibly tools and template arguments.
+"""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Functions that worker processes run. They are in a small module, because every worker imports it."""
+"""Functions for worker processes, in a small module because every worker imports it."""
 
 import os
 
@@ -6,12 +6,12 @@ from deskside.utils.errors import RunError
 
 
 def tool(name: str) -> tuple[str, int]:
-    """Return what a worker makes at its start: the name, and the number of its process."""
+    """Return the value that a worker creates at its start: the name, and its process id."""
     return name, os.getpid()
 
 
 def squared(tool: tuple[str, int], item: int) -> tuple[int, str, int]:
-    """Return the square of an item with the tool; a negative item ends the process."""
+    """Return the square of an item, with the tool. A negative item ends the process."""
     if item < 0:
         os._exit(1)
     return item * item, *tool

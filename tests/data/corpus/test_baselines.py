@@ -23,7 +23,7 @@ def test_all_rows_have_the_baselines_of_the_split(prepared: Path) -> None:
     found = baselines_of_rows(dataset, evaluated_rows(dataset, None))
     split = dataset.index.splits["val"]
     assert found["unigram_bpb"] == pytest.approx(split.unigram_bpb, rel=1e-9)
-    assert found["gzip_bpb"] == pytest.approx(split.gzip_bpb, rel=0.1)  # the rows have another order
+    assert found["gzip_bpb"] == pytest.approx(split.gzip_bpb, rel=0.1)  # the rows are in another order
 
 
 def test_some_rows_have_their_own(prepared: Path) -> None:

@@ -1,4 +1,4 @@
-"""Validation represents every language, source and file, and there is a warning if it is too small."""
+"""The validation split represents every language, source and file, and a warning says when it is too small."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def languages(out: Path, split: str) -> set[tuple[str, str]]:
 
 
 def test_480_documents_of_many_languages(tmp_path: Path) -> None:
-    """Half a percent of this corpus is a single document, too few for validation."""
+    """Half a percent of this corpus would be a single document, too few for validation."""
     rng = random.Random(0)
     words = [f"w{i}" for i in range(300)]
     records = [
@@ -45,7 +45,7 @@ def test_480_documents_of_many_languages(tmp_path: Path) -> None:
     assert {lang for _, lang in languages(tmp_path / "out", "val")} == {f"l{i}" for i in range(7)} | {"two"}
     assert {source for source, _ in languages(tmp_path / "out", "val")} == {"s0", "s1", "s2"}
     assert [w for w in report.warnings if "rare" in w] == report.warnings
-    # A given share is kept, apart from documents that represent a language; a warning says that it is too small.
+    # A given share is used, apart from documents that represent a language. A warning says that it is too small.
     smallest = prepare(
         [str(tmp_path / "a.jsonl")], tmp_path / "least", CorpusOptions(val_fraction=1e-9, **SMALL)
     )
@@ -72,7 +72,7 @@ def plan(documents: list[bytes], fraction: float | None = None, **given: Any) ->
 
 
 def test_default_size() -> None:
-    """Half a megabyte, at most a tenth, at smallest half a percent."""
+    """Half a megabyte, but at most a tenth and at least half a percent of the text."""
     for size, share in ((1000, 0.1), (50_000, 0.1), (200_000, 500_000 / 20_000_000), (10_000_000, 0.005)):
         planner = HoldoutPlanner(0, None)
         for i in range(100):

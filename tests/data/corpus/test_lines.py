@@ -18,7 +18,7 @@ from deskside.data.corpus.lines import parse_long, utf8_error
 
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make parse_long leave out strings of more than 8 bytes, and unescape in pieces of 16 bytes."""
+    """Make parse_long omit strings of more than 8 bytes, and unescape in pieces of 16 bytes."""
     monkeypatch.setattr(lines, "_LONG_STRING", 8)
     monkeypatch.setattr(lines, "CHUNK", 16)
 

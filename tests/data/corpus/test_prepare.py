@@ -33,7 +33,7 @@ SMALL: dict[str, Any] = {"vocab_size": 400, "workers": 1, "shard_bytes": 60_000,
 
 
 class _StopHere(Exception):
-    """Ends a preparation without any clean-up for usage errors, as a kill would."""
+    """Ends a preparation without the cleanup after usage errors, as a kill would."""
 
 
 def texts_of(out: Path, split: str) -> list[str]:
@@ -559,7 +559,7 @@ def test_data_encoded_by_either_library_is_the_same(
             "source": "web",
             "lang": "hi",
         },
-        {"text": "12.34" * 50_000, "source": "books"},  # no place to cut at
+        {"text": "12.34" * 50_000, "source": "books"},  # there is no place to cut
         {"text": "Many words in a long text.\n" * 2_000, "source": "books"},
     ]
     with corpus.open("a") as file:

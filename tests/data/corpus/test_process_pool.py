@@ -1,4 +1,4 @@
-"""Worker processes: the same results as in one process, in order, and no process is left over."""
+"""Worker processes: results equal those of one process, in the same order, and no process is left over."""
 
 import os
 import signal
@@ -69,7 +69,7 @@ def test_dead_worker_raises_run_error() -> None:
 
 @pytest.mark.usefixtures("two_processes")
 def test_workers_killed_while_they_send_do_not_block_this_process() -> None:
-    """A result of 64 MB is larger than a pipe's buffer, so a worker is sending when the generator is closed."""
+    """A result of 64 MB exceeds a pipe's buffer, so a worker is sending when the generator is closed."""
     items = [(n, 16_000_000) for n in range(60)]
     with closing(process_pool.map_in_order(items, megabytes, ("", 0), partial(tool, ""))) as results:
         next(results)
@@ -89,11 +89,11 @@ def test_exception_in_a_worker_is_raised_in_the_parent() -> None:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Return the content of every file except .verified.json, which has the times of the others."""
+    """Return the content of every file except .verified.json, which has the other files' modification times."""
     return {p.name: p.read_bytes() for p in folder.iterdir() if p.name != ".verified.json"}
 
 
-@pytest.mark.full  # preference pairs, which take the same path, are compared in tests/align/test_prepared.py
+@pytest.mark.full  # tests/align/test_prepared.py compares preference pairs, which take the same path
 def test_conversations_are_the_same_from_one_process_and_from_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,7 +144,7 @@ def test_ctrl_c_ends_all_processes_and_leaves_nothing(tmp_path: Path) -> None:
         [sys.executable, "-c", PREPARE, *arguments], stderr=subprocess.PIPE, start_new_session=True, text=True
     )
     deadline = time.monotonic() + 60
-    while len(descendants(process.pid)) < 4:  # itself, two workers and the resource tracker
+    while len(descendants(process.pid)) < 4:  # this process, two workers and the resource tracker
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     started = descendants(process.pid)

@@ -235,9 +235,9 @@ print(found, log.total, (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - be
 
 
 def peak(path: Path) -> tuple[int, int, int]:
-    """Return the bytes of text of a source, its items of bad input, and the peak memory of reading it in MiB.
+    """Return a source's bytes of text, its items of bad input, and the peak memory of reading it in MiB.
 
-    The memory of the imports is not included.
+    The memory of the imports is excluded.
     """
     run = subprocess.run([sys.executable, "-c", PEAK, str(path)], check=True, capture_output=True, text=True)
     text, bad, mebibytes = map(int, run.stdout.split())
@@ -245,7 +245,7 @@ def peak(path: Path) -> tuple[int, int, int]:
 
 
 def test_an_archive_of_one_endless_line_takes_bounded_memory(tmp_path: Path) -> None:
-    """An archive of some kB decompresses to a line of half a GiB."""
+    """An archive of a few kB decompresses to a line of half a GiB."""
     packer = zstandard.ZstdCompressor().compressobj()
     packed = [packer.compress(b'{"text": "')] + [packer.compress(bytes(1 << 20)) for _ in range(512)]
     (tmp_path / "a.jsonl.zst").write_bytes(b"".join([*packed, packer.flush()]))
@@ -254,7 +254,7 @@ def test_an_archive_of_one_endless_line_takes_bounded_memory(tmp_path: Path) -> 
 
 
 def test_a_long_document_takes_little_more_than_its_size(tmp_path: Path) -> None:
-    """The text contains emoji, with which `str` needs four bytes per character, as UTF-8 and as JSON escapes."""
+    """The text contains emoji, for which `str` needs four bytes per character, as UTF-8 and as JSON escapes."""
     text = ("words of a long document 🎉 \n" * 100 + "\\") * 5000
     size = len(text.encode()) / 2**20
     for name, ascii_only in (("a", True), ("b", False)):
@@ -288,7 +288,7 @@ def test_a_path_that_does_not_exist_is_not_called_a_file_type(tmp_path: Path, na
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
 def test_utf16_with_its_mark_is_named(tmp_path: Path, encoding: str) -> None:
-    """Editors on Windows call it Unicode."""
+    """Windows editors call this encoding "Unicode"."""
     (tmp_path / "a.txt").write_bytes("\ufeffsome words".encode(encoding))
     found, log = read(tmp_path)
     assert not found and log.counts == {sources.NOT_UTF8: 1} and "iconv" in log.examples[sources.NOT_UTF8][0]
@@ -336,7 +336,7 @@ def test_unreadable_directory_is_reported(tmp_path: Path, monkeypatch: pytest.Mo
         (folder / "a.txt").write_text("text")
     scandir = os.scandir
 
-    def refusing(path: str) -> Any:  # tests may run as root, who may list any directory
+    def refusing(path: str) -> Any:  # tests may run as root, which may list any directory
         if Path(path).name == "closed":
             raise PermissionError(13, "Permission denied", str(path))
         return scandir(path)

@@ -1,4 +1,4 @@
-"""The sample of a tokenizer's training text by language, against shares in plain Python."""
+"""The sample of a tokenizer's training text by language, compared with shares computed in plain Python."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def sampled(corpus: Path, options: CorpusOptions) -> Counter[str]:
-    """Return how often each letter is in the sample."""
+    """Return how often each letter occurs in the sample."""
     sources = [Source.parse(str(corpus))]
     sample = plan_sample(sources, options)
     analysis = analyze(sources, [], options, sample.sampler_of, EncoderSample())
@@ -41,7 +41,7 @@ def sampled(corpus: Path, options: CorpusOptions) -> Counter[str]:
 @pytest.mark.parametrize("sample_bytes", [40_000, 1 << 30])
 @pytest.mark.parametrize("temperature", [1.0, 2.0, 1000.0])
 def test_shares(corpus: Path, temperature: float, sample_bytes: int) -> None:
-    """A language with less text than its share is repeated; the size of the whole sample stays."""
+    """A language with less text than its share is repeated. The size of the whole sample stays the same."""
     options = CorpusOptions(
         tokenizer_temperature=temperature, sample_bytes=sample_bytes, val_fraction=0, quiet=True
     )
@@ -54,14 +54,14 @@ def test_shares(corpus: Path, temperature: float, sample_bytes: int) -> None:
     found = sampled(corpus, options)
     for letter in letters:
         wanted = total * powers[letter] / sum(powers.values())
-        # Whole documents of 404 bytes are sampled, and whole samples of a repeated language are repeated in pieces.
+        # Whole documents of 404 bytes are sampled. A repeated language is sampled in copies of its whole text.
         assert abs(found[letter] - wanted * 400 / 404) <= 2 * 404
     if temperature == 1.0 and sample_bytes == 1 << 30:
         assert found == {"a": 400 * 390, "b": 400 * 100, "c": 400 * 10}
 
 
 def test_a_small_language_gets_shorter_words(tmp_path: Path) -> None:
-    """The purpose: with a temperature the rare language needs fewer tokens, and the frequent one more."""
+    """With a temperature, the rare language needs fewer tokens and the frequent one more."""
     lines = []
     for number in range(400):
         lang = "hi" if number % 40 == 0 else "en"

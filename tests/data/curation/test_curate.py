@@ -1,4 +1,4 @@
-"""`curate` as a whole: nothing lost, idempotent, resumable, and what hostile input does to it."""
+"""`curate` as a whole: nothing is lost, it is idempotent and resumable, and it survives hostile input."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def write_lines(path: Path, records: list[Any]) -> str:
 
 
 def read(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """Return the records of kept/ or removed/, read by zstandard and json alone."""
+    """Return the records of kept/ or removed/, read with zstandard and json only."""
     import zstandard
 
     records = []
@@ -51,7 +51,7 @@ def read(folder: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Return every file with its path."""
+    """Return the content of every file by its path."""
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
@@ -83,7 +83,8 @@ def test_documents_are_kept_with_tags_or_listed_with_one_reason(corpus: str, tmp
     ids = {r["id"]: r for r in kept}
     for record in removed:
         if "duplicate" in record["reason"]:
-            assert ids[record["kept"]]["lang"] == record["lang"]  # identified where it was not given
+            # the language is identified if none was given
+            assert ids[record["kept"]]["lang"] == record["lang"]
     assert report["documents"] == {"kept": 9, **Counter(r["reason"] for r in removed)}
     assert sum(e["count"] for e in report["bad_input"].values()) == 2
     unreadable = (tmp_path / "out/removed/unreadable.jsonl").read_text("utf-8").splitlines()
@@ -114,7 +115,7 @@ TEXTS = st.lists(
 def test_idempotent_complete_and_independent_of_order(
     tmp_path_factory: pytest.TempPathFactory, texts: list[str], random: Any
 ) -> None:
-    assume(any(map(is_document, texts)))  # else the sources are refused
+    assume(any(map(is_document, texts)))  # otherwise the sources are refused
     folder = tmp_path_factory.mktemp("curate")
     options = settings_of(filters=("gopher",) if len(texts) % 3 == 0 else (), batch_bytes=60)
     source = write_lines(folder / "a.jsonl", [{"text": text, "lang": "xx"} for text in texts])

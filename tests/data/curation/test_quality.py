@@ -23,7 +23,7 @@ SENTENCES = {
 
 
 def varied(lang: str, count: int = 12) -> str:
-    """Return different sentences: each has a word of its own, twice, so that few 5-grams repeat."""
+    """Return different sentences. Each contains a unique word twice, so that few 5-grams repeat."""
     words = SENTENCES[lang].replace("{} ", "").rstrip(".।").split()
     rng = np.random.default_rng(0)
     end = "।" if lang in ("hi", "bn") else "."
@@ -68,7 +68,7 @@ def test_text_without_spaces_has_no_limits_of_word_and_line_lengths() -> None:
 
 
 def plain_ngram_shares(words: list[str], text: str) -> dict[str, float]:
-    """Return the sums of `_ngrams`, by counting in Python; every word is followed by one space."""
+    """Return the sums of `_ngrams`, counted in plain Python. Every word is followed by one space."""
     result = {}
     for n in range(2, 11):
         grams = [tuple(words[i : i + n]) for i in range(len(words) - n + 1)]

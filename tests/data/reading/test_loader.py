@@ -40,7 +40,7 @@ def test_ranks_and_micro_batches_are_slices_of_one_order(dataset: PackedDataset)
 
 @pytest.mark.parametrize("document_mask", [True, False])
 def test_future_targets_stay_within_their_document(prepared: Path, document_mask: bool) -> None:
-    """Those of each piece are the piece's own later targets, found here piece by piece."""
+    """The future targets of each piece are its own later targets, recomputed here piece by piece."""
     dataset = PackedDataset(prepared, "train", 2 * T)
     options = LoaderOptions(1, 0, 12, 6, document_mask=document_mask, future_targets=3)
     with Loader(dataset, options) as loader:
@@ -62,7 +62,7 @@ def test_resumes_at_any_row(dataset: PackedDataset) -> None:
 
 
 def test_languages_by_temperature_resume_at_any_row(prepared: Path) -> None:
-    """Small Hindi rows come again in later epochs; a loader that starts anywhere continues the same order."""
+    """The few Hindi rows repeat in later epochs, and a loader that starts anywhere continues the same order."""
     mixed = PackedDataset(prepared, "train", T, language_temperature=5.0)
     whole = steps(mixed, 120, micro_batch_rows=12)
     for start in (1, 17, 113):
@@ -160,7 +160,7 @@ def test_validation_batches(prepared: Path, max_rows: int | None) -> None:
 
 
 def test_languages_of_validation_batches(prepared: Path) -> None:
-    """Hindi letters are in Hindi documents only, English ones in English documents."""
+    """Hindi letters occur only in Hindi documents, and English letters only in English documents."""
     val = PackedDataset(prepared, "val", T)
     texts = token_texts(load(prepared))
     assert val.languages == ["en", "hi"]

@@ -57,7 +57,9 @@ def test_counts_are_those_of_the_positions(weights: list[float], rows: int) -> N
     st.lists(st.integers(1, 10**13), min_size=2, max_size=50), st.one_of(st.just(1.0), st.floats(1.0, 1000.0))
 )
 def test_temperature_of_exact_arithmetic(sizes: list[int], temperature: float) -> None:
-    """Against 50 digits of decimal arithmetic; the shares of rows are these to a row of a period."""
+    """The shares equal decimal arithmetic with 50 digits, and the shares of rows
+    differ by at most one row per period.
+    """
     with localcontext() as context:
         context.prec = 50
         powers = [Decimal(n) ** (1 / Decimal(temperature)) for n in sizes]

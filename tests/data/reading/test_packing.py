@@ -9,7 +9,9 @@ from deskside.data.reading.packing import assign_best_fit, cut, pack
 
 
 def best_fit_one_by_one(lengths: list[int], capacity: int) -> list[int]:
-    """Return the free space of each row after placing the pieces one by one: longest first, into the fullest row."""
+    """Return the free space of each row after placing the pieces one by one:
+    longest first, into the fullest row that fits.
+    """
     space: list[int] = []
     for length in sorted(lengths, reverse=True):
         best = min((r for r in range(len(space)) if space[r] >= length), key=lambda r: space[r], default=None)
@@ -61,7 +63,7 @@ def test_cut_gives_whole_rows_then_the_rest() -> None:
 
 
 def test_same_input_same_rows_of_a_million_pieces() -> None:
-    """An algorithm of quadratic time would exceed the time limit of tests."""
+    """A quadratic algorithm would exceed the time limit of the tests."""
     rng = np.random.default_rng(0)
     length = np.minimum(rng.lognormal(6, 1.3, 1_000_000).astype(np.int64) + 2, 100_000)
     start = np.cumsum(length) - length

@@ -24,7 +24,7 @@ def test_mix_equals_published_splitmix64() -> None:
 
 
 def test_order_never_changes() -> None:
-    """A run that is resumed with a later version must get the same rows, so these values must never change."""
+    """A run resumed with a later version must get the same rows, so these values must never change."""
     assert permute(np.arange(10), 10, 1).tolist() == [7, 6, 2, 5, 3, 9, 0, 1, 8, 4]
     assert combine_keys(1, 2) != combine_keys(2, 1)
 
@@ -35,9 +35,10 @@ def test_looks_random() -> None:
     assert abs(np.corrcoef(np.arange(n), order)[0, 1]) < 0.02
     assert abs(np.corrcoef(order[:-1], order[1:])[0, 1]) < 0.02
     assert not np.array_equal(order, permute(np.arange(n), n, combine_keys(3, 1, 2048, 0)))
-    where = np.bincount(order[: n // 10] * 10 // n, minlength=10)  # the first tenth comes from everywhere
+    # the first tenth contains rows from everywhere
+    where = np.bincount(order[: n // 10] * 10 // n, minlength=10)
     chi2 = ((where - n / 100) ** 2 / (n / 100)).sum()
-    assert chi2 < 28  # 99.9 % of random draws lie below with 9 degrees of freedom
+    assert chi2 < 28  # 99.9 % of random draws are below this with 9 degrees of freedom
 
 
 def test_positions_outside_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Rows of shuffled packing: every token of every document once in each epoch, with other neighbors and cuts."""
+"""Rows of shuffled packing: each epoch has every token of every document once, with other neighbors and cuts."""
 
 from itertools import islice
 from pathlib import Path
@@ -24,7 +24,7 @@ def dataset(prepared: Path) -> PackedDataset:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=30), st.integers(2, 16), st.integers(0, 2**64 - 1))
 def test_every_token_of_every_document_comes_once(lengths: list[int], width: int, key: int) -> None:
-    """Each document is contiguous, is cut only at the ends of rows, and all rows but the last are full."""
+    """Each document is contiguous and is cut only at the ends of rows, and all rows except the last are full."""
     length = np.array([*lengths, 5])
     start = np.cumsum(length + 3) - length  # with gaps between the documents
     packing = ShuffledPacking(start, length, width)
@@ -42,7 +42,7 @@ def test_every_token_of_every_document_comes_once(lengths: list[int], width: int
     ]
     begins = {int(a): n for a, n in zip(start, length, strict=True) if n}
     at = 0
-    while at < len(found):  # the stream is whole documents, one after the other
+    while at < len(found):  # the stream consists of whole documents, one after the other
         assert found[at : at + begins[found[at]]] == list(range(found[at], found[at] + begins[found[at]]))
         at += begins[found[at]]
 
@@ -63,7 +63,7 @@ def test_epochs_have_the_same_tokens_in_other_rows(dataset: PackedDataset, prepa
         len(pairs[0]) == dataset.num_tokens == best_fit.num_tokens and dataset.num_rows <= best_fit.num_rows
     )
     rows = [set(map(bytes, whole.inputs[e])) for e in epochs]
-    # Rows inside of a document of many rows may be cut alike by chance; the others are new.
+    # Rows within a document that spans many rows may be cut alike by chance. The others are new.
     assert len(rows[0] & rows[1]) < 0.1 * n and len(rows[1] & rows[2]) < 0.1 * n
     assert whole.num_valid.tolist() == (whole.targets != IGNORE).sum(1).tolist()
     some = np.array([2 * n + 1, 7, n, n - 1])
@@ -73,7 +73,7 @@ def test_epochs_have_the_same_tokens_in_other_rows(dataset: PackedDataset, prepa
 
 
 def test_any_ranks_and_any_resume_read_the_same_order(prepared: Path) -> None:
-    """Also with a mixture, whose components are in different epochs."""
+    """Holds also with a mixture whose components are in different epochs."""
     dataset = PackedDataset(prepared, "train", 4 * T, language_temperature=5.0, packing="shuffled")
     steps = 2 * dataset.num_rows // 12 + 1
 

@@ -1,4 +1,4 @@
-"""Counts by language against plain Python."""
+"""Counts by language, compared with plain Python."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_languages_are_sums_over_their_tags(documents: list[tuple[int, int, int,
 
 
 def test_uncounted_text_stays_unknown() -> None:
-    """Data from before bytes and words were counted, and conversations."""
+    """Covers data prepared before bytes and words were counted, and conversations."""
     counted = count_tags(np.array([0], np.uint16), np.array([5]), [20], [3])
     uncounted = count_tags(np.array([0], np.uint16), np.array([5]), None, None)
     found = count_languages([counted, uncounted], [TagInfo(source="", lang="en")])["en"]
