@@ -119,6 +119,7 @@ def _print_finetuned(run: RunDirectory, objective: str, summary: dict[str, Any],
         f"{held_out}.",
         {"run": run.path, "report": page},
         f"chat {path}",
+        f"serve {path}",
         f"export {path} --to hf --out my-model",
     )
 

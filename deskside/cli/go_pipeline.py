@@ -228,19 +228,7 @@ class Pipeline:
             budget = {"run": str(self.run.path), "spent_seconds": seconds, "budget_seconds": hours * 3600}
             print_json({**summary, **budget})
             return
-        from deskside.cli.answer import pretraining_answer, print_answer, print_samples  # import rich
-        from deskside.utils.printer import Printer
-
-        printer, path = Printer(), shlex.quote(str(self.run.path))
-        print_samples(printer, summary["samples"][:1])
-        print_answer(
-            printer,
-            pretraining_answer(self.run, summary),
-            {"run": self.run.path, "report": page},
-            f"chat {path}",
-            f"serve {path}",
-            f"sft {path} --data CHAT.jsonl",
-        )
+        print_outcome(self.run, summary, page)
 
     # Helpers
 
@@ -311,3 +299,20 @@ def _ask_to_continue() -> bool:
         print("go? [Y/n] ", end="", file=sys.stderr, flush=True)
         return input().strip().lower() in ("", "y", "yes")
     return False
+
+
+def print_outcome(run: RunDirectory, summary: dict[str, Any], page: Path) -> None:
+    """Print a sample of the trained model, the answer and what to do next. page: the report."""
+    from deskside.cli.answer import pretraining_answer, print_answer, print_samples  # import rich
+    from deskside.utils.printer import Printer
+
+    printer, path = Printer(), shlex.quote(str(run.path))
+    print_samples(printer, summary["samples"][:1])
+    print_answer(
+        printer,
+        pretraining_answer(run, summary),
+        {"run": run.path, "report": page},
+        f"chat {path}",
+        f"serve {path}",
+        f"sft {path} --data CHAT.jsonl",
+    )

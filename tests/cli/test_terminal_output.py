@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from deskside.cli import answer, doctor, probe
+from deskside.cli import answer, doctor, go_pipeline, probe, search
 from deskside.cli import study as study_command
 from deskside.cli.main import COMMANDS, main
 from deskside.cli.options import Command
@@ -22,6 +22,8 @@ from deskside.plan.result import Plan
 from deskside.probe.sweep import SweepResult
 from deskside.run.directory import RunDirectory
 from deskside.study.execute.study_folder import StudyFolder
+from deskside.study.search.outcome import Outcome, SearchTrial
+from deskside.study.search.search_folder import SearchFolder
 from deskside.study.stats.compare import compare
 from deskside.utils.console import COMMAND, say
 from tests.doctor import samples
@@ -79,6 +81,29 @@ def show_run() -> None:
     answer._print_finetuned(run, "sft", SUMMARY, run.path / "report.html")
 
 
+def show_go() -> None:
+    run = RunDirectory(Path("runs/small"))
+    go_pipeline.print_outcome(run, SUMMARY, run.path / "report.html")
+
+
+def show_search() -> None:
+    reason = "its micro-batch of 1 row needs 30.1 GiB, and the card has 24 GiB " * 2
+    trials = [
+        SearchTrial(0, "finished", {"optim.lr": 0.02}, 1.5, 60.0, "", "runs/0"),
+        SearchTrial(1, "finished", {"optim.lr": 0.0123}, 1.25, 120.0, "", "runs/1"),
+        SearchTrial(2, "infeasible", {"optim.lr": 0.1}, None, None, reason, "runs/2"),
+    ]
+    name, answer = (
+        "search-for-settings-of-a-model",
+        "With optim.lr 0.0123 it needs 0.25 bits per byte less. " * 2,
+    )
+    outcome = Outcome(name, "tpe", True, 10.0, 1, "", trials, [], winner=1, answer=answer)
+    folder = SearchFolder(Path("searches") / name)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    (folder.path / "winner.toml").touch()
+    search._print_answer(folder, outcome, folder.path / "report.html")
+
+
 def stop() -> None:
     say(
         "stopped by SIGINT; continue with: deskside study studies/architecture-of-a-model --resume --again oom,failed"
@@ -105,10 +130,13 @@ PAGES: dict[str, tuple[str, int] | Callable[[], None]] = {
     "models of a card": ("models SmolLM2-135M --gpu rtx4090", 0),
     "presets": ("presets", 0),
     "facts": ("facts list", 0),
+    "facts of a card": ("facts list --gpu h200", 0),
+    "records": ("records list", 0),
     "dry run": ("train 124m --data.path data --hours 2 --dry-run", 0),
     "dry run of a study": ("study precision-quick --dry-run", 0),
     "data prepare": ("data prepare text.jsonl --out prepared --vocab-size 300 --workers 1 --no-resume", 0),
     "data show": ("data show data", 0),
+    "data curate": ("data curate text.jsonl --out curated --no-resume --workers 1", 0),
     "data verify": ("data verify data", 0),
     "eval": ("eval runs/small --device cpu --long-context 300 --trials 1 --long-tasks passkey", 0),
     "export": ("export runs/small --to hf --out exported", 0),
@@ -119,6 +147,8 @@ PAGES: dict[str, tuple[str, int] | Callable[[], None]] = {
     "probe": show_probe,
     "study": show_study,
     "train and sft": show_run,
+    "go": show_go,
+    "search": show_search,
     "stopped": stop,
 }
 
@@ -224,7 +254,19 @@ def test_a_page(
         assert words(text) <= words(wide), f"cut: {words(text) - words(wide)}"
         for command in printed_commands(text):
             parse(command)
-    if page in ("plan", "doctor", "probe", "study", "train and sft", "stopped", "data prepare", "eval"):
+    if page in (
+        "plan",
+        "doctor",
+        "probe",
+        "study",
+        "train and sft",
+        "stopped",
+        "data prepare",
+        "data curate",
+        "eval",
+        "go",
+        "search",
+    ):
         assert printed_commands(text)
 
 
