@@ -45,15 +45,15 @@ def wait(address: str) -> None:
     raise SystemExit("the dashboard does not answer")
 
 
-def timed(runs: int) -> dict[str, float]:
-    """Return the seconds until pages are drawn for a directory of this many runs: the first page, then others.
+def timed(runs: int, steps: int) -> dict[str, float]:
+    """Return the seconds until pages are drawn for a directory of runs of so many steps: the first page, then others.
 
     The browser is already open when the command starts, as it usually is for a user.
     """
     with tempfile.TemporaryDirectory() as folder, browsing() as browser:
         root = Path(folder)
         for number in range(runs):
-            made_up.run(root / f"runs/run-{number:04d}", seed=number % 3 + 1)
+            made_up.run(root / f"runs/run-{number:04d}", steps, steps, seed=number % 3 + 1)
         pages = (
             ("first page", "", ".runs tbody tr"),
             ("second page", "", ".runs tbody tr"),
@@ -97,10 +97,11 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--runs", type=int, default=1000, help="number of runs in the timed directory")
-    runs = parser.parse_args().runs
-    times = timed(runs)
+    parser.add_argument("--steps", type=int, default=60, help="logged steps of each of them")
+    options = parser.parse_args()
+    times = timed(options.runs, options.steps)
     seconds = {label: round(value, 2) for label, value in times.items()}
-    print(json.dumps({"runs": runs, "seconds": seconds}, indent=1))
+    print(json.dumps({"runs": options.runs, "steps": options.steps, "seconds": seconds}, indent=1))
 
 
 if __name__ == "__main__":

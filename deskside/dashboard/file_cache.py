@@ -142,7 +142,8 @@ def row(path: Path, live: bool, root: Path, kind: str) -> TableRow:
         if not brief(path).finished:  # evaluations are rare, so the last rows may have none
             evaluated = [row for row in newest_metrics(path).rows if "val_bpb" in row]
             log = replace(log, rows=sorted([*evaluated, *log.rows], key=lambda row: row["step"]))
-        return run_table.run_row(brief(path), log, live, name_below(path, root), kind)
+        lowest = record.lowest_metric(path, "val_bpb")
+        return run_table.run_row(brief(path), log, lowest, live, name_below(path, root), kind)
 
     key = (stamp(path, "metrics.jsonl", *RUN_JSON_FILES), live)
     return _small_values.get("row", str(path), key, read)

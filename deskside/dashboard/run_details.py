@@ -40,7 +40,7 @@ def key_numbers(row: TableRow, newest: Mapping[str, float]) -> dict[str, str | N
         return None if value is None else format(value, form)
 
     bpb = row.bpb if row.bpb is not None else newest.get("val_bpb")
-    quality = {"bits per byte": shown(bpb, ".4f")}
+    quality = {"best bits per byte": shown(bpb, ".4f")}
     if bpb is None and "val_accuracy" in newest:
         quality = {"held-out accuracy": percent(newest["val_accuracy"], 1)}
     elif bpb is None and "val_reward" in newest:
@@ -56,6 +56,16 @@ def key_numbers(row: TableRow, newest: Mapping[str, float]) -> dict[str, str | N
         "power, W": shown(newest.get("watts"), ".0f"),
         "electricity": None if row.dollars is None else cost_text(row.dollars),
     }
+
+
+def last_bpb_note(row: TableRow) -> str:
+    """Return a sentence if the last evaluation was worse than an earlier one, otherwise the empty string."""
+    if row.bpb is None or row.last_bpb is None or f"{row.last_bpb:.4f}" == f"{row.bpb:.4f}":
+        return ""
+    more = f"{row.last_bpb:.4f} bits per byte, {row.last_bpb - row.bpb:.4f} more than the lowest"
+    if row.status != "finished":
+        return f"The newest evaluation: {more}."
+    return f"At the end: {more}, which is of an evaluation during training; those may read less of the text."
 
 
 def cost_text(amount: float) -> str:

@@ -33,8 +33,9 @@ class TableRow:
         kind: `RUN`, `TRIAL`, `STUDY` or `SEARCH`.
         details: Size, precision and card, or what the study or search has.
         progress: Share of the steps, the trials or the hours that are over, of one that is not finished.
-        bpb: Validation bits per byte: at the end or, until then, newest; of a study, the lowest mean; of a search, the
-            winner's mean on fresh seeds or, until then, the best trial's.
+        bpb: The lowest validation bits per byte of a run; of a study, the lowest mean; of a search, the winner's mean
+            on fresh seeds or, until then, the best trial's.
+        last_bpb: Those of a run at its end or, until then, the newest.
         seconds: Time of training; of a study, of all its trials; of a search, on the clock.
         dollars: Electricity at the wall by the measured power of the card (see `electricity`).
         created: ISO time of the start.
@@ -47,6 +48,7 @@ class TableRow:
     status: str
     progress: float | None = None
     bpb: float | None = None
+    last_bpb: float | None = None
     tokens_per_second: float | None = None
     mfu: float | None = None
     seconds: float | None = None
@@ -75,8 +77,10 @@ class RowFilter:
         return contains(f"{row.name} {row.details}", self.search)
 
 
-def run_row(record: RunRecord, log: MetricsLog, live: bool, name: str, kind: str = RUN) -> TableRow:
-    """Return the row of a run. log: its newest rows, or evenly spaced ones."""
+def run_row(
+    record: RunRecord, log: MetricsLog, lowest: float | None, live: bool, name: str, kind: str = RUN
+) -> TableRow:
+    """Return the row of a run. log: its newest rows, or evenly spaced ones. lowest: of all bits per byte in its log."""
     environment, summary = record.environment, record.summary
 
     def newest(key: str, metric: str = "") -> float | None:
@@ -88,6 +92,7 @@ def run_row(record: RunRecord, log: MetricsLog, live: bool, name: str, kind: str
     if seconds is not None and watts:
         cards = number(mapping(environment.get("gpu")).get("count")) or 1
         dollars = electricity(sum(watts) / len(watts), seconds, int(cards))
+    last_bpb = newest("val_bpb")
     step, total = newest("steps", "step"), record.total_steps
     status = "running" if live else "finished" if record.finished else INTERRUPTED
     return TableRow(
@@ -96,7 +101,8 @@ def run_row(record: RunRecord, log: MetricsLog, live: bool, name: str, kind: str
         details=" · ".join([*([study_of(name)] if kind == TRIAL else []), *_details(record)]),
         status=status,
         progress=min(1.0, step / total) if status != "finished" and step is not None and total else None,
-        bpb=newest("val_bpb"),
+        bpb=min((bpb for bpb in (lowest, last_bpb) if bpb is not None), default=None),
+        last_bpb=last_bpb,
         tokens_per_second=newest("tokens_per_second"),
         mfu=newest("mfu"),
         seconds=seconds,
@@ -253,8 +259,8 @@ def columns() -> list[dict[str, str]]:
         },
         {
             "key": "bpb",
-            "title": "bits per byte",
-            "help": f"{bpb.label}, lower is better; of a study, its best arm; of a search, the best so far",
+            "title": "best bits per byte",
+            "help": f"the lowest {bpb.label} of a run; of a study, its best arm; of a search, the best so far",
         },
         {"key": "tokens_per_second", "title": "tokens/s", "help": f"{speed.about}; of a study, its best arm"},
         {"key": "mfu", "title": "MFU", "help": "model FLOPs utilization; of a study, its best arm"},

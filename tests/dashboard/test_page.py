@@ -304,7 +304,7 @@ def test_what_a_live_run_did_not_measure_is_said(tmp_path: Path, draw: Draw) -> 
     (tmp_path / "r/metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     page = draw(tmp_path, "run", run="r")
     assert "power, W" not in {metric.label for metric in page.metric}
-    assert "Not measured: bits per byte, MFU, power, electricity." in text(page)
+    assert "Not measured: best bits per byte, MFU, power, electricity." in text(page)
 
 
 def test_languages_of_a_live_run(tmp_path: Path, draw: Draw) -> None:

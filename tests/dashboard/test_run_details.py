@@ -22,7 +22,7 @@ def record(config: dict[str, object], **summary: object) -> RunRecord:
 def test_numbers_that_were_not_measured_are_none() -> None:
     row = TableRow("a", RUN, "", "finished", bpb=1.5, seconds=90.0)
     numbers = key_numbers(row, {"loss": 2.0, "tokens": 1000})
-    assert (numbers["bits per byte"], numbers["training loss"], numbers["tokens"]) == (
+    assert (numbers["best bits per byte"], numbers["training loss"], numbers["tokens"]) == (
         "1.5000",
         "2.0000",
         "1,000",

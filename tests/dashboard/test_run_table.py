@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deskside.dashboard import file_cache, notes, run_table
+from deskside.dashboard import file_cache, notes, run_details, run_table
 from deskside.dashboard.run_table import RUN, SEARCH, STUDY, TRIAL, RowFilter, TableRow
 from deskside.dashboard.searches import Search
 from deskside.dashboard.sidebar import Context
@@ -26,12 +26,9 @@ def test_a_finished_run_has_the_numbers_of_its_summary(tmp_path: Path) -> None:
     made_up.run(tmp_path / "runs/a", seed=2)
     row = rows(tmp_path)["runs/a"]
     assert (row.kind, row.status, row.progress, row.title) == (RUN, "finished", None, "a")
-    assert (row.bpb, row.tokens_per_second, row.mfu, row.seconds) == (
-        pytest.approx(1.12),
-        131072.0,
-        0.42,
-        30.0,
-    )
+    assert (row.tokens_per_second, row.mfu, row.seconds) == (131072.0, 0.42, 30.0)
+    # The lowest of the three evaluations and of that at the end.
+    assert (row.bpb, row.last_bpb) == (made_up.row(60)["val_bpb"], pytest.approx(1.12))
     assert row.losses[-1] == made_up.row(60)["loss"]
     assert 30 <= len(row.losses) <= run_table.SPARKLINE_POINTS
 
@@ -45,6 +42,20 @@ def test_a_running_run_has_its_newest_numbers(tmp_path: Path) -> None:
         made_up.row(40)["val_bpb"],
         20.0,
     )
+
+
+def test_the_best_of_a_run_that_overfits_is_not_its_last(tmp_path: Path) -> None:
+    made_up.run(tmp_path / "over")
+    rising = [{**made_up.row(step), "val_bpb": abs(step - 17) / 10 + 1.5} for step in range(1, 41)]
+    lines = [json.dumps(row) for row in rising]
+    (tmp_path / "over/metrics.jsonl").write_text("\n".join(lines))
+    (tmp_path / "over/summary.json").unlink()
+    row = rows(tmp_path)["over"]
+    assert (row.bpb, row.last_bpb) == (1.5, 3.8)
+    assert run_details.last_bpb_note(row) and not run_details.last_bpb_note(replace(row, last_bpb=1.5))
+    (tmp_path / "over/summary.json").write_text(json.dumps({"status": "finished", "val_bpb": 1.4}))
+    row = rows(tmp_path)["over"]
+    assert (row.bpb, row.last_bpb) == (1.4, 1.4) and not run_details.last_bpb_note(row)
 
 
 def test_broken_runs_have_rows_too(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from deskside.run.record import (
     MISSING,
     TAIL_BYTES,
+    lowest_metric,
     number,
     read_brief,
     read_metrics,
@@ -18,6 +19,7 @@ from deskside.run.record import (
     read_object,
     read_run,
     sample_metrics,
+    series,
 )
 from tests.dashboard import made_up
 
@@ -122,3 +124,19 @@ def test_any_bytes_can_be_read(
     assert isinstance(record.name, str) and read_brief(folder).config == {}
     steps = [number(row["step"]) for row in log.rows]
     assert steps == sorted(set(steps), key=lambda step: step or 0.0)
+
+
+def test_the_lowest_value_of_a_metric_is_that_of_all_rows(tmp_path: Path) -> None:
+    lines = [
+        "{" + f'"step": {step}, "val_bpb": {value}, "val_bpb/en": 0.1' + "}"
+        for step, value in enumerate(["1.5", "null", "1e0", "-0.0", "1e300", "NaN", "0.25.1", "2"])
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines[:3]) + '\n{"step": 9, "val_bpb": 0.0')
+    assert (
+        lowest_metric(tmp_path, "val_bpb")
+        == 1.0
+        == min(series(read_metrics(tmp_path).rows, "val_bpb", "step")[1])
+    )
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert lowest_metric(tmp_path, "val_bpb") == 0.0 and lowest_metric(tmp_path, "loss") is None
+    assert lowest_metric(tmp_path / "none", "val_bpb") is None

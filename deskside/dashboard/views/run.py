@@ -11,7 +11,7 @@ from deskside.dashboard import file_cache, plotly_charts, run_details, run_plots
 from deskside.dashboard.components import chart, expert_charts
 from deskside.dashboard.live import rerun_when_changed
 from deskside.dashboard.notes import empty_state
-from deskside.dashboard.run_details import key_numbers, newest_values
+from deskside.dashboard.run_details import key_numbers, last_bpb_note, newest_values
 from deskside.dashboard.run_table import RUN, TRIAL, TableRow, cost_note, study_of
 from deskside.dashboard.runs import progress
 from deskside.dashboard.scan import FoundRun, name_below, stamp
@@ -111,6 +111,8 @@ def _draw_head(context: Context, chosen: Mapping[str, FoundRun]) -> None:
         for label, value in numbers.items():
             if value is not None:
                 st.metric(label, value, width="content", help=cost_note() if label == "electricity" else None)
+    if note := last_bpb_note(row):
+        st.caption(note)
     # A label may end with a unit, after a comma.
     if missing := [label.split(",")[0] for label, value in numbers.items() if value is None]:
         st.caption(f"Not measured: {', '.join(missing)}.")
@@ -183,7 +185,7 @@ def _draw_charts(chosen: Mapping[str, FoundRun], x_key: str, smoothing: float, l
 
 def _legend(rows: Sequence[TableRow]) -> str:
     """Return the lines of several runs with their names and numbers as an HTML table."""
-    heads = ("", "run", "bits per byte", "tokens/s", "MFU", "time", "status")
+    heads = ("", "run", "best bits per byte", "tokens/s", "MFU", "time", "status")
     lines = ["".join(f'<th scope="col">{head}</th>' for head in heads)]
     for place, row in enumerate(rows):
         color, dash = run_plots.line_style(place)
@@ -191,7 +193,7 @@ def _legend(rows: Sequence[TableRow]) -> str:
         cells = (
             f'<hr style="border-top-color:{color};border-top-style:{"solid" if dash == "solid" else "dashed"}">',
             f"{html.escape(row.title)}<br><small>{html.escape(row.details)}</small>",
-            "" if row.bpb is None else f"{row.bpb:.4f}",
+            _best_and_last(row),
             "" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
             "" if row.mfu is None else percent(row.mfu, 1),
             "" if row.seconds is None else elapsed(row.seconds),
@@ -200,6 +202,13 @@ def _legend(rows: Sequence[TableRow]) -> str:
         lines.append("".join(f"<td>{cell}</td>" for cell in cells))
     body = "".join(f"<tr>{line}</tr>" for line in lines[1:])
     return f'<table class="runs-legend"><thead><tr>{lines[0]}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def _best_and_last(row: TableRow) -> str:
+    """Return the lowest bits per byte and, if they are worse, the last ones below it, as HTML."""
+    best = "" if row.bpb is None else f"{row.bpb:.4f}"
+    end = "at the end" if row.status == "finished" else "newest"
+    return f"{best}<br><small>{row.last_bpb:.4f} {end}</small>" if last_bpb_note(row) else best
 
 
 def _draw_languages(record: RunRecord) -> None:
