@@ -9,7 +9,8 @@ from pydantic import ValidationError
 from deskside.config.base import DATA_NOUNS, DataKind, first_problem
 from deskside.config.run import RunConfig
 from deskside.data.corpus.bad_input import BadInputLog
-from deskside.data.corpus.sources import Source, iter_documents
+from deskside.data.corpus.documents import iter_documents
+from deskside.data.corpus.sources import Source
 from deskside.data.reading.rows import PackedDataset
 from deskside.data.reading.tags import UNKNOWN_LANGUAGE
 from deskside.evaluate.bpb import BitsPerByte, evaluate_dataset, evaluate_text

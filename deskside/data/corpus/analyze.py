@@ -14,6 +14,7 @@ import xxhash
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from deskside.data.corpus.bad_input import BadInputLog, OnBad
+from deskside.data.corpus.documents import Document, iter_documents
 from deskside.data.corpus.encoder_sample import EncoderSample
 from deskside.data.corpus.heldout import (
     Holdout,
@@ -22,7 +23,8 @@ from deskside.data.corpus.heldout import (
     start_if_tails,
     text_hash,
 )
-from deskside.data.corpus.sources import LINE_LIMIT, Document, Source, iter_documents
+from deskside.data.corpus.reader import LINE_LIMIT
+from deskside.data.corpus.sources import Source
 from deskside.data.encoder import EncoderInfo
 from deskside.data.reading.shards import MAX_TAGS, LeftOut
 from deskside.data.tokenizer import spans

@@ -8,6 +8,18 @@ from deskside.utils.errors import UsageError
 OnBad = Literal["skip", "refuse"]
 _EXAMPLES = 5  # places that are kept for each kind of bad input
 
+# Kinds of bad input, as shown to the user.
+NOT_UTF8 = "not UTF-8"
+EMPTY = "empty document"
+DAMAGED_FILE = "truncated or damaged file"
+BAD_JSON = "JSON that does not parse"
+NO_FIELD = "JSON without the field"
+NOT_TEXT = "the field is not text"
+NO_COLUMN = "parquet without the column"
+MISSING = "missing or unreadable file or folder"
+TOO_LONG = "longer than the limit (see --max-line-mb)"
+BINARY = "binary data, not text"
+
 
 @dataclass
 class BadInputLog:

@@ -12,17 +12,9 @@ from typing import Any
 
 import xxhash
 
-from deskside.data.corpus.bad_input import BadInputLog
-from deskside.data.corpus.sources import (
-    DAMAGED_FILE,
-    NO_COLUMN,
-    NO_FIELD,
-    Reader,
-    Source,
-    kind_of,
-    tag_of,
-    without_nulls,
-)
+from deskside.data.corpus.bad_input import DAMAGED_FILE, NO_COLUMN, NO_FIELD, BadInputLog
+from deskside.data.corpus.reader import Reader, tag_of, without_nulls
+from deskside.data.corpus.sources import Source, kind_of
 from deskside.utils.errors import UsageError
 
 

@@ -22,7 +22,7 @@ from deskside.data.chat.prepare_chat import (
     describe_data,
     prepare_chat,
 )
-from deskside.data.corpus.sources import NO_COLUMN
+from deskside.data.corpus.bad_input import NO_COLUMN
 from deskside.data.reading import shards
 from deskside.data.reading.rows import IGNORE, PackedDataset
 from tests.data import chat_tokenizer
