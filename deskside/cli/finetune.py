@@ -9,13 +9,12 @@ import shlex
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import ValidationError
-
 import deskside
+from deskside.cli.finetune_defaults import FinetuneDefaults, default_optimizer
 from deskside.cli.options import Command, option
 from deskside.cli.shared_options import (
     MODEL_HELP,
@@ -29,11 +28,9 @@ from deskside.cli.shared_options import (
 )
 from deskside.cli.train import config_to_resume, resume
 from deskside.config import merge, presets
-from deskside.config.base import first_problem
 from deskside.config.dimensions import padded_vocabulary
 from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
-from deskside.config.sections import BatchConfig
 from deskside.run.directory import RunDirectory
 from deskside.train.prepare.preflight import set_cublas_workspace, too_short
 from deskside.utils.console import say
@@ -82,21 +79,6 @@ class FinetuneOptions(RunOptions):
     epochs: str | None = option(
         "length in passes over the data; default: 3 for sft, else 1", None, metavar="E"
     )
-
-
-@dataclass(frozen=True)
-class FinetuneDefaults:
-    """Training defaults of an objective.
-
-    lr_factor: factor on the learning rate of supervised fine-tuning (`default_optimizer`).
-    more: further configuration, as a nested dict.
-    """
-
-    batch: dict[str, int]
-    lr_factor: float
-    warmup: float
-    final_lr_fraction: float
-    more: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -378,57 +360,3 @@ def _chat_tokenizer(loaded: Any, template: str | None, folder: Path) -> Any:
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--align.template {template}: cannot be read ({error})") from None
     return chat_template.make_chat_tokenizer(loaded.tokenizer_dir, folder, text)
-
-
-def default_batch(
-    loaded: Any,
-    given: dict[str, Any],
-    tokens: int,
-    step_tokens: int,
-    steps_per_epoch: int,
-    sequence_length: int,
-    processes: int,
-) -> dict[str, int]:
-    """Return the default batch sizes. They do not grow with the GPUs, since most fine-tuning data is small.
-
-    Args:
-        tokens: Tokens of the training data.
-        step_tokens: Maximum tokens of a step; fewer, if an epoch would otherwise have fewer than `steps_per_epoch`
-            steps. Each process has at least one row of a step, and a power of two of them.
-        sequence_length: See `row_length`.
-        processes: Number of processes, which share the rows of a step.
-    """
-    length = row_length(loaded, given, sequence_length)
-    rows = max(1, min(step_tokens, tokens // steps_per_epoch) // (length * processes))
-    rows = 2 ** (rows.bit_length() - 1)  # rounded down to a power of two
-    return {"sequence_length": length, "tokens": processes * int(rows) * length}
-
-
-def row_length(loaded: Any, given: dict[str, Any], default: int) -> int:
-    """Return batch.sequence_length if it is given, else `default` or the model's context if that is shorter.
-
-    Raises UsageError if it is not a positive integer.
-    """
-    length = given.get("batch", {}).get(
-        "sequence_length", min(default, loaded.config.max_position_embeddings)
-    )
-    try:
-        return BatchConfig(sequence_length=length, tokens=length).sequence_length
-    except ValidationError as error:
-        raise UsageError(f"batch.{first_problem(error)}") from None
-
-
-def default_optimizer(hidden_size: int, given: dict[str, Any]) -> dict[str, Any]:
-    """Return the default optimizer options: AdamW without weight decay, unless Muon is given.
-
-    `optim.scale` is off, since the scaling rules hold for training from random weights. The learning rate is 1e-4 at a
-    width of 768 and inversely proportional to the width, like Adam's best rate (Yang et al. 2022, arXiv 2203.03466); at
-    4096 this is the usual 2e-5. For adapters it is ten times as large (Schulman et al. 2025, "LoRA Without Regret").
-    """
-    if given.get("optim", {}).get("name") == "muon":
-        return {"name": "muon"}
-    lr = 1e-4 * 768 / hidden_size
-    optimizer: dict[str, Any] = {"name": "adamw", "lr": lr, "betas": [0.9, 0.95], "weight_decay": 0.0}
-    if "adapter" in given:
-        return {**optimizer, "lr": 10 * lr}  # `scale` has no effect with adapters
-    return {**optimizer, "scale": False}

@@ -7,14 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deskside.cli.finetune import (
-    COMMON,
-    FinetuneDefaults,
-    FinetuneOptions,
-    FinetuneRun,
-    PreparedData,
-    row_length,
-)
+from deskside.cli.finetune import COMMON, FinetuneOptions, FinetuneRun, PreparedData
+from deskside.cli.finetune_defaults import FinetuneDefaults, row_length
 from deskside.cli.options import Command, option
 from deskside.config.align import GrpoConfig
 from deskside.utils.errors import UsageError

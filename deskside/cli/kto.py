@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from deskside.cli.dpo import preference_defaults
-from deskside.cli.finetune import COMMON, FinetuneDefaults, FinetuneOptions, FinetuneRun, PreparedData
+from deskside.cli.finetune import COMMON, FinetuneOptions, FinetuneRun, PreparedData
+from deskside.cli.finetune_defaults import FinetuneDefaults
 from deskside.cli.options import Command
 from deskside.config.align import KtoConfig
 

@@ -6,14 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deskside.cli.finetune import (
-    COMMON,
-    FinetuneDefaults,
-    FinetuneOptions,
-    FinetuneRun,
-    PreparedData,
-    default_batch,
-)
+from deskside.cli.finetune import COMMON, FinetuneOptions, FinetuneRun, PreparedData
+from deskside.cli.finetune_defaults import FinetuneDefaults, default_batch
 from deskside.cli.options import Command
 from deskside.config.align import SftConfig
 
