@@ -19,9 +19,10 @@ PAGE = Path(__file__).parents[1] / "docs" / "records.md"
 HEAD = """# Records
 
 The lowest bits per byte that deskside reached within 5 and 60 minutes of training on one card. Every value is computed
-by plain transformers on the exported model. `deskside records` lists them, and this command repeats one:
+by plain transformers on the exported model. `deskside records list` lists them, and this command repeats one:
 
-```
+<!-- not run: needs the record's card and corpus -->
+```bash
 deskside records replay {first.name} --data data/{first.corpus}
 ```
 
@@ -45,7 +46,8 @@ RULES = """
 
 Train the command with at least three seeds, keep the runs' small files below `docs/data/`, then:
 
-```
+<!-- not run: needs finished runs of five minutes on a card -->
+```bash
 deskside records add runs/a runs/b runs/c --name NAME --corpus english --data data/english \\
     --commit HASH --raw docs/data/FOLDER
 python -m benchmarks.records_page
@@ -63,7 +65,12 @@ def page() -> str:
         parts.append(
             f"\n{corpus.about[0].upper()}{corpus.about[1:]}. Rows of {corpus.row_tokens:,} tokens are scored.\n"
         )
-        parts.append(f"\n```\n{corpus.prepare}\n```\n\n")
+        mark = (
+            ""
+            if "bundled:" in corpus.prepare
+            else "<!-- not run: the corpus does not come with deskside -->\n"
+        )
+        parts.append(f"\n{mark}```bash\n{corpus.prepare}\n```\n\n")
         for minutes in MINUTES:
             found = [
                 record for record in records() if (record.corpus, record.minutes) == (corpus.name, minutes)
@@ -99,7 +106,8 @@ def _limit(corpus: Corpus, minutes: int, found: Sequence[LossRecord]) -> str:
         lines += [
             f"{record.name}: {record.note}".rstrip(": "),
             "",
-            "```",
+            "<!-- not run: needs the record's card and corpus -->",
+            "```bash",
             f"deskside {train_command(record)}",
             "```",
             "",

@@ -7,19 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import docs_walk
-from benchmarks.docs_walk import (
+from benchmarks.docs_steps import (
     CONTINUES,
     EXPECTED_EXIT_CODES,
     LEFT_OUT,
     ROOT,
-    SERVERS,
     SMALLER,
     Step,
     begins,
     pages,
     steps,
 )
+from benchmarks.docs_walk import SERVERS, make_inputs
+from benchmarks.walk_record import newest_record, not_walked, read_record, row, section, write_record
 from deskside.cli.completion import all_commands
 from deskside.config.merge import LENGTH_ALIASES
 
@@ -103,6 +103,8 @@ def test_what_is_unknown_or_changed_is_refused() -> None:
         steps("```\ncargo install deskside\n```\n")
     with pytest.raises(ValueError, match="does not contain"):
         steps("```\ndeskside grpo runs/x --data y --hours 3\n```\n")
+    with pytest.raises(ValueError, match="neither run nor shown"):
+        steps("```sh\nls\n```\n")
     with pytest.raises(ValueError):
         steps('```json\n{"prompt": 1,}\n```\n')
 
@@ -117,8 +119,53 @@ def test_marks_before_a_block() -> None:
     ]
 
 
+@pytest.mark.parametrize("name", [name for name, page in STEPS.items() if page])
+def test_every_command_is_in_the_newest_record(name: str) -> None:
+    record = read_record(newest_record().read_text("utf-8"))
+    assert not_walked(name, STEPS[name], record) == [], (
+        "python -m benchmarks.docs_walk FOLDER --changed walks the pages that changed"
+    )
+
+
+def test_a_step_that_changed_or_failed_is_not_in_the_record(tmp_path: Path) -> None:
+    text = "Read a | b.\n```bash\ndeskside chat runs/x | cat\n```\n```python\nimport json\nprint(1)\n```\n"
+    text += '```toml title="a.toml"\nb = 1\n```\n```bash\nmake test\n```\n'
+    todo = steps(text)
+    rows = [row(todo[0], 0, 1.0), row(todo[1], 0, 0.1), row(todo[2]), row(todo[3])]
+
+    def record(rows: list[str]) -> dict[str, str]:
+        write_record(tmp_path / "walk.md", {"b.md": section(rows, "today")}, ["a.md", "b.md"])
+        return read_record((tmp_path / "walk.md").read_text("utf-8"))
+
+    walked = record(rows)
+    assert not_walked("b.md", todo, walked) == []
+    assert not_walked("b.md", steps(text.replace("Read", "Look at")), walked) == []
+    assert not_walked("a.md", todo, walked) == [step.written for step in todo[:3]]
+    for old, new, which in (("runs/x", "runs/y", 0), ("print(1)", "print(2)", 1), ("b = 1", "b = 2", 2)):
+        changed = steps(text.replace(old, new))
+        assert not_walked("b.md", changed, walked) == [changed[which].written]
+    for failed in ([row(todo[0], 1, 1.0), *rows[1:]], [*rows, row(todo[0], 1, 1.0)]):
+        assert not_walked("b.md", todo, record(failed)) == [todo[0].written]
+
+
+def test_pages_of_the_planner_may_change_their_numbers() -> None:
+    page, text = "docs/cards/x.md", "```bash\ndeskside train d8 --data.path DIR --batch.tokens 512\n```\n"
+    todo = steps(text)
+    record = {page: section([row(todo[0], 0, 1.0)], "today")}
+    assert not_walked(page, steps(text.replace("512", "1024").replace("d8", "d12")), record) == []
+    assert len(not_walked(page, steps(text.replace("tokens", "micro_tokens")), record)) == 1
+    assert len(not_walked("docs/x.md", todo, record)) == 1
+
+
+def test_a_page_that_is_walked_again_replaces_its_section(tmp_path: Path) -> None:
+    path = tmp_path / "walk.md"
+    write_record(path, {"b.md": "old b", "gone.md": "old"}, ["a.md", "b.md", "gone.md"])
+    write_record(path, {"a.md": "new a", "b.md": "new b"}, ["a.md", "b.md"])
+    assert read_record(path.read_text("utf-8")) == {"a.md": "new a", "b.md": "new b"}
+
+
 def test_inputs_are_made(tmp_path: Path) -> None:
-    docs_walk.make_inputs(tmp_path)
+    make_inputs(tmp_path)
     made = {path.name for path in tmp_path.iterdir()}
     assert made >= {"corpus", "english", "indic", "chats.jsonl.gz", "pairs.jsonl.gz", "sums.jsonl.gz"}
 
