@@ -114,18 +114,43 @@ def test_a_page_of_a_study_is_drawn_again_when_a_trial_ends(
     page.close()
 
 
-def test_claims_are_searched_and_unfolded(browser: "Browser", address: str) -> None:
+def test_claims_are_sorted_searched_and_unfolded(browser: "Browser", address: str, served_root: Path) -> None:
+    path = served_root / "studies/made/results.json"
+    whole = json.loads(path.read_text())
+    first = whole["claims"][0]
+    others = [
+        {**first, "id": "a", "text": "FP8 is <b>faster</b>", "measured": -2.0, "verdict": "contradicted"},
+        {
+            **first,
+            "id": "b",
+            "text": "A step is slow",
+            "measured": None,
+            "verdict": "holds",
+            "source": "a paper, page 2",
+        },
+    ]
+    path.write_text(json.dumps({**whole, "claims": [first, *others]}))
     page = opened(browser, address, "claims", "?study=studies/made")
-    claim = page.locator(".verdicts details")
-    assert claim.count() == 1 and serious_faults(page) == []
-    claim.locator("summary").focus()
+    table, claims = page.locator(".claims"), page.locator(".claims tbody th.claim")
+    gqa, fp8, step = "GQA 4:1 trains 5 % faster", "FP8 is <b>faster</b>", "A step is slow"
+    assert claims.all_inner_texts() == [fp8, step, gqa] and serious_faults(page) == []
+    table.get_by_role("button", name="measured or computed").click()
+    assert claims.all_inner_texts() == [fp8, gqa, step]
+    table.get_by_role("button", name="measured or computed").click()
+    assert claims.all_inner_texts() == [gqa, fp8, step]  # one without a value comes last in either order
+    heading = table.get_by_role("columnheader", name="measured or computed")
+    assert heading.get_attribute("aria-sort") == "descending"
+    table.get_by_role("button", name=step).focus()
     page.keyboard.press("Enter")
-    assert claim.get_by_text("a guide").is_visible()
-    page.get_by_label("search").fill("no such words")
+    assert table.get_by_text("a paper, page 2").is_visible()
+    page.get_by_label("search").fill("page 2")
     page.keyboard.press("Enter")
-    page.get_by_text("0 of 1 claims").wait_for()
+    page.get_by_text("1 of 3 claims").wait_for()
     settled(page)
-    assert claim.count() == 0
+    assert claims.all_inner_texts() == [step] and table.get_by_text("a paper, page 2").is_visible()
+    page.set_viewport_size(PHONE)
+    assert table.locator("thead").is_hidden() and fits(page)
+    path.write_text(json.dumps(whole))
     page.close()
 
 
