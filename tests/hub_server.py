@@ -53,7 +53,7 @@ class FakeHub:
         return self.repositories.setdefault(name, Repository()).commit(files, branch)
 
     def downloaded(self) -> set[str]:
-        """The names of the files that were sent."""
+        """Return the names of the files that were sent."""
         return {
             path.split("/resolve/")[1].split("/", 1)[1]
             for method, path in self.requested
@@ -82,7 +82,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(status, {"error": code}, X_Error_Code=code, X_Error_Message=code)
 
     def _repository(self, name: str) -> Repository | None:
-        """Return the repository if it exists and this client may know of it; otherwise answer as the hub does."""
+        """Return the repository if it exists and this client may see it. Otherwise answer as the hub does."""
         found = self.hub.repositories.get(name)
         if found is None or (found.private and not self._has_token()):
             self._fail(404 if self._has_token() else 401, "RepoNotFound")
@@ -209,7 +209,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def running() -> Iterator[FakeHub]:
-    """A running server without repositories."""
+    """Run a server without repositories."""
     hub = FakeHub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     hub.url = f"http://127.0.0.1:{server.server_port}"

@@ -1,4 +1,6 @@
-"""What every test of this folder needs: a card, settings for it, and compiled code that no other test has left."""
+"""Common parts of the tests in this folder: the GPU, settings for it, and a
+compiler without leftovers of other tests.
+"""
 
 import os
 from pathlib import Path
@@ -18,7 +20,7 @@ ALONE = pytest.mark.skipif(
     "PYTEST_XDIST_WORKER" in os.environ,
     reason="measures speed, which tests beside it would change: run without -n",
 )
-# One intermediate size of the hidden size leaves Muon two shapes of matrices to compile for.
+# With this intermediate size, Muon has only two shapes of matrices to compile for.
 SHAPE: dict[str, Any] = {
     "hidden_size": 128,
     "num_attention_heads": 2,
@@ -27,11 +29,11 @@ SHAPE: dict[str, Any] = {
     "intermediate_size": 128,
 }
 ADAMW = {"name": "adamw", "lr": 3e-3}
-QUICK = {"device": DEVICE, "attention": "sdpa", "compile": "off"}  # nothing to choose, nothing to compile
+QUICK = {"device": DEVICE, "attention": "sdpa", "compile": "off"}  # nothing to choose and nothing to compile
 
 
 def parts(changes: dict[str, Any]) -> dict[str, Any]:
-    """Changes to `tiny_run.settings` for a run on the card, with those of a test merged in, key by key."""
+    """Return changes to `tiny_run.settings` for a run on the GPU, with those of a test merged in, key by key."""
     mine: dict[str, Any] = {
         "model": SHAPE,
         "batch": {"sequence_length": 128, "tokens": 2048},
@@ -53,5 +55,5 @@ def losses(run: Path) -> list[float]:
 
 
 def spin(milliseconds: float) -> None:
-    """Keep the current stream busy for about so long (at 2 GHz, or longer)."""
+    """Keep the current stream busy for about this long (at 2 GHz, otherwise longer)."""
     torch.cuda._sleep(int(milliseconds * 2e6))

@@ -1,4 +1,4 @@
-"""Data as the tests of training and of the loader have it, and a fresh compiler for each test."""
+"""The data sets of the training and loader tests, and a fresh compiler for each test."""
 
 from collections.abc import Iterator
 
@@ -11,6 +11,6 @@ from tests.train.conftest import data as data
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    """torch.compile counts what it compiled for each function, and gives up after some: that must not add up."""
+    """Reset torch.compile, which counts compilations for each function and gives up after a limit."""
     yield
     torch._dynamo.reset()

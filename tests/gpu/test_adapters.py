@@ -1,4 +1,4 @@
-"""Adapters on a card: frozen products against float64, compiled blocks, memory against the model, a run."""
+"""Adapters on a GPU: frozen products against float64, compiled blocks, memory against the model, and a run."""
 
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ def test_frozen_products_are_those_of_the_stored_weight(format: Any) -> None:
     dense = layer.dense().double()
     for got, expected in ((y, x.detach().double() @ dense.T), (dx, grad.double() @ dense)):
         assert off(got.detach(), expected) < 0.006
-    # A CPU sums the magnitudes' mean in another order and divides to another last bit, so a few codes are neighbours.
+    # A CPU sums the magnitudes in another order and divides with another last bit, so a few codes are neighbours.
     elsewhere = freeze(source.cpu(), format)
     assert float((layer.codes.cpu() != elsewhere.codes).double().mean()) < 1e-3  # type: ignore[attr-defined, operator, union-attr]
     assert off(layer.dense().cpu(), elsewhere.dense()) < 5e-3  # type: ignore[operator]
@@ -84,7 +84,7 @@ def test_frozen_experts_are_those_of_the_stored_weights(format: Any) -> None:
 @pytest.mark.parametrize("shape", [(1536, 8960), (300, 257)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_int8_is_dequantised_as_the_reference_does(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """To the last bit: a product in float32, and one rounding to nearest."""
+    """The weights are bitwise equal: a product in float32, and one rounding to nearest."""
     torch.manual_seed(0)
     codes, scale = torch.randint(-127, 128, shape).to(torch.int8), torch.rand(shape[0]) / 127 + 1e-4
     got = dequantize_rows(codes.to(DEVICE), scale.to(DEVICE), dtype)
@@ -94,7 +94,7 @@ def test_int8_is_dequantised_as_the_reference_does(shape: tuple[int, int], dtype
 def step_of(
     shape: ModelConfig, format: Any, compiled: bool, rows_: int = 4, length: int = 1024
 ) -> tuple[float, list[torch.Tensor], int]:
-    """(loss, gradients, peak bytes) of one step from fixed weights."""
+    """Return (loss, gradients, peak bytes) of one step from fixed weights."""
     plain = Transformer(shape)
     initialize(plain, 0)
     weights = {name: parameter.detach() for name, parameter in plain.named_parameters()}
@@ -133,7 +133,7 @@ def test_compiled_blocks_compute_the_same_and_memory_is_as_modelled(format: Any,
     assert other == pytest.approx(loss, rel=2e-3)
     for one, two in zip(gradients, others, strict=True):
         if float(one.norm()) > 0:
-            # Another rounding of the router's input can send a token to another expert.
+            # Rounding the router's input differently can send a token to another expert.
             assert float((one - two).norm() / one.norm()) < (0.3 if shape.num_experts else 0.1)
     work = StepSpec(1024, 4096, 4096, optimizer="adamw", adapter=AdapterSpec(16, PROJECTIONS, format))
     modelled = training_memory(shape, work).allocated

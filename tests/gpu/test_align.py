@@ -1,4 +1,4 @@
-"""DPO and GRPO on a card: what only a card shows, which is the engine's BF16 beside training's, and memory shared."""
+"""DPO and GRPO on a GPU, where the engine's BF16 differs from training's, and where both share memory."""
 
 import json
 from pathlib import Path
@@ -52,6 +52,6 @@ def test_grpo_learns_in_bf16(mode: str, taught: Path, tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "g" / "summary.json").read_text())
     assert summary["before"]["val_reward"] < 0.1
     assert summary["val_reward"] > 0.6
-    # BF16 in the engine and in training round differently; the ratio corrects for it, and must stay near one.
+    # The engine and training round BF16 differently. The ratio corrects for it, and must stay near one.
     assert all(abs(row["drift"]) < 0.01 for row in rows)
     assert sum(row["clipped"] for row in rows) / len(rows) < 0.05

@@ -1,4 +1,4 @@
-"""Every attention backend on this card against float64: output and three gradients, in each way it is called."""
+"""Every attention backend on this GPU against float64: output and three gradients, in each way it is called."""
 
 from dataclasses import replace
 
@@ -23,7 +23,8 @@ from tests.gpu import card
 pytestmark = card.NEEDS_CARD
 TOKENS, ROWS, TOLERANCE = 384, 3, 1e-2
 PROFILED = 3  # runs of one backend
-BACKWARD_FROM = {"fa4": 9, "cudnn": 8, "flash": 8, "varlen": 8}  # major compute capability; the others: any
+# major compute capability; the other backends run on any
+BACKWARD_FROM = {"fa4": 9, "cudnn": 8, "flash": 8, "varlen": 8}
 
 HEADS = {"12x3x64": (12, 3, 64), "6x2x128": (6, 2, 128), "4x4x64": (4, 4, 64)}
 MASKS = {
@@ -35,7 +36,7 @@ MASKS = {
     "capped window and documents": (100, True, 2.0),
     "sinks": (None, False, None),
 }
-CASES = [  # each way and each shape, not all of both: FlexAttention is compiled for every one
+CASES = [  # each way and each shape, but not every combination, because FlexAttention compiles for each
     ("12x3x64", "eager"),
     ("12x3x64", "compiled"),
     ("12x3x64", "by hand"),
@@ -48,7 +49,9 @@ NAMES = sorted(
 
 
 def problem(shape: str, masks: str) -> tuple[Requirements, AttentionContext]:
-    """The requirements, and a context with documents of all kinds: one token, a whole row, and empty padding."""
+    """Return the requirements, and a context with documents of all kinds: one
+    token, a whole row, and empty padding.
+    """
     heads, kv_heads, head_dim = HEADS[shape]
     window, documents, softcap = MASKS[masks]
     device = torch.device(card.DEVICE)
@@ -71,7 +74,7 @@ def problem(shape: str, masks: str) -> tuple[Requirements, AttentionContext]:
 
 
 def projection(need: Requirements) -> Tensor:
-    """(B, T, (H + 2 K) C), of which q, k and v are views."""
+    """Return a (B, T, (H + 2 K) C) tensor, of which q, k and v are views."""
     width = (need.heads + 2 * need.kv_heads) * need.head_dim
     generator = torch.Generator(need.device).manual_seed(0)
     return torch.randn(need.batch, need.tokens, width, generator=generator, device=need.device).to(need.dtype)
@@ -125,7 +128,7 @@ def test_equals_float64(name: str, shape: str, masks: str, way: str) -> None:
 
 @pytest.mark.parametrize("masks", MASKS)
 def test_the_trial_finds_a_fast_one(masks: str) -> None:
-    """At a size where the plain ones are far behind, so that a fast kernel that fails would show."""
+    """At this size, the plain backends are far slower, so the failure of a fast kernel would be noticed."""
     window, documents, softcap = MASKS[masks]
     device = torch.device(card.DEVICE)
     shape, capped = (4, 2048, 12, 3, 64), softcap is not None
@@ -145,10 +148,11 @@ def test_the_trial_finds_a_fast_one(masks: str) -> None:
 
 @card.ALONE
 def test_a_window_costs_less_than_full_attention() -> None:
-    """Sixteen times fewer scores in long rows: the best for a window has to be far cheaper than the best for full rows.
+    """The window has sixteen times fewer scores in long rows, so its best backend must be
+    far cheaper than that of full attention.
 
-    The kernels' own durations on the device are added up, from the profiler's trace, and not the time between two
-    moments: a busy host lengthens the gaps between kernels, which do not count.
+    The kernels' own durations in the profiler's trace are added up, instead of the time between two events, because a
+    busy host lengthens the gaps between kernels.
     """
     device = torch.device(card.DEVICE)
     full = Requirements(8, 8192, 12, 3, 64, torch.bfloat16, device)
@@ -157,7 +161,7 @@ def test_a_window_costs_less_than_full_attention() -> None:
 
 
 def cheapest(need: Requirements) -> float:
-    """Microseconds of kernels in one forward and backward, of the backend that has the fewest."""
+    """Return the kernel time in microseconds of one forward and backward, for the backend with the lowest."""
     fused, grad = projection(need), grad_of(need)
     return min(busy(name, fused, grad, need) for name in choose(need).seconds)
 

@@ -1,4 +1,4 @@
-"""Whatever a process does first in a backward, nobody is told that cuBLAS found no CUDA context."""
+"""No warning about a missing CUDA context from cuBLAS appears, whatever a process runs first in a backward."""
 
 import subprocess
 import sys
@@ -9,7 +9,7 @@ from tests.gpu import card
 
 pytestmark = card.NEEDS_CARD
 
-FIRST = {  # each begins its first backward with a product; torch warns once in a process
+FIRST = {  # each one's first backward begins with a product; torch warns once per process
     "self-check": "from deskside.precision import check; assert check('bf16', 'cuda').ok",
     "trial": (
         "import torch; from deskside.kernels.attention import Requirements, choose;"

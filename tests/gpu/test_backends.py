@@ -1,4 +1,6 @@
-"""Other libraries behind our recipe names, on a card: torchao's FP8 products compiled, transformer-engine's layers."""
+"""Other libraries behind our recipe names on a GPU: compiled FP8 products of
+torchao, and transformer-engine's layers.
+"""
 
 from importlib import import_module
 from pathlib import Path
@@ -23,7 +25,7 @@ pytestmark = NEEDS_CARD
 
 
 def why_not(module: str) -> str:
-    """Why a library does not import, empty where it does."""
+    """Return the reason why a library cannot be imported, or an empty string if it can."""
     try:
         import_module(module)
     except (ImportError, OSError, RuntimeError, AssertionError) as error:
@@ -46,7 +48,7 @@ def te() -> None:
 
 
 def or_skip(recipe: str, backend: str) -> Any:
-    """The self-check's result; skips with the library's own reason where it refuses the card."""
+    """Return the result of the self-check. Skips with the library's own reason if it refuses the GPU."""
     try:
         return check(recipe, DEVICE, backend=backend)
     except UsageError as refusal:
@@ -56,7 +58,7 @@ def or_skip(recipe: str, backend: str) -> Any:
 
 
 def products(recipe: str, passes: int = 1, backend: Any = "deskside") -> tuple[Tensor, ...]:
-    """Output, input gradient and weight gradient, the gradients summed over micro-batches."""
+    """Return the output, the input gradient and the weight gradient; gradients are summed over micro-batches."""
     torch.manual_seed(0)
     model = nn.Sequential(Embedding(512, 256), Linear(256, [("a", 128), ("b", 256)]))
     for parameter in model.parameters():
@@ -66,7 +68,7 @@ def products(recipe: str, passes: int = 1, backend: Any = "deskside") -> tuple[T
     generator = torch.Generator().manual_seed(1)
     grads = [torch.randn(512, 384, generator=generator).to(DEVICE).bfloat16() for _ in range(passes)]
     output = torch.empty(0)
-    for step in (1, 2, 3):  # a delayed scale comes from the steps before
+    for step in (1, 2, 3):  # a delayed scale uses the history of earlier steps
         model.zero_grad()
         applied.begin_step(step)
         for grad in grads:
@@ -107,7 +109,9 @@ def test_torchao_passes_the_self_check(recipe: str, their_torchao: None) -> None
 
 
 def test_torchao_tensorwise_is_ours(their_torchao: None) -> None:
-    """Up to a BF16 rounding of the weight gradients, and Hopper's faster accumulation of outputs in both."""
+    """They agree up to a BF16 rounding of the weight gradients and, on Hopper,
+    the faster accumulation of outputs in both.
+    """
     ours = products("fp8-tensorwise", passes=2)
     theirs = products("fp8-tensorwise", passes=2, backend="torchao")
     for got, expected in zip(theirs, ours, strict=True):
@@ -115,8 +119,9 @@ def test_torchao_tensorwise_is_ours(their_torchao: None) -> None:
 
 
 def test_compiled_torchao_is_as_near_to_bf16_as_eager(their_torchao: None, data: Path) -> None:
-    """Compiled code keeps float32 where eager rounds to BF16, which moves values to the next FP8 number; over twelve
-    layers the two drift apart by what either is off, so the gradients of BF16 are the measure."""
+    """Compiled code keeps float32 where eager code rounds to BF16, which moves values to the next FP8 number. Over
+    twelve layers, the two differ by as much as the error of either, so both are compared with the gradients of BF16.
+    """
     found = {}
     for compile, precision in (
         ("off", {"name": "bf16"}),
@@ -137,7 +142,7 @@ def test_compiled_torchao_is_as_near_to_bf16_as_eager(their_torchao: None, data:
 def test_a_compiled_run_with_torchao_learns(
     recipe: str, their_torchao: None, data: Path, tmp_path: Path
 ) -> None:
-    """With steps in BF16 first: blocks are compiled for both."""
+    """The first steps are in BF16, so blocks are compiled for both."""
     curves = {}
     for name, precision in (
         ("plain", {"name": "bf16"}),

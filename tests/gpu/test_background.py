@@ -1,4 +1,4 @@
-"""Checkpoints that are written from page-locked memory while the GPU trains on."""
+"""Checkpoints that are written from page-locked memory while the GPU continues to train."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_a_copy_waits_for_the_work_before_it_and_not_for_the_work_after_it() -> 
 
 
 def test_shards_are_copied_and_written_by_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one process, because several need several cards: tensors of a CUDA mesh, copied to one of the CPU."""
+    """Runs in one process, because several need several GPUs. Tensors of a CUDA mesh are copied to one on the CPU."""
     for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(tiny_run.free_port()))):
         monkeypatch.setenv(name, value)
     torch.cuda.set_device(0)

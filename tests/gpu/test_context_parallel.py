@@ -1,4 +1,4 @@
-"""Shared rows on a card: FlashAttention of a chunk against float32, and, with two cards, a run against one card's."""
+"""Shared rows on a GPU: FlashAttention of a chunk against float32, and a run on two GPUs against a run on one."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ pytestmark = NEEDS_CARD
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("size", [2, 4])
 def test_chunks_equal_plain_torch(size: int, head_dim: int, documents: bool, window: int | None) -> None:
-    """In bfloat16 within the tolerance of every backend; training makes the same check before it begins."""
+    """In bfloat16, within the tolerance of every backend. Training makes the same check before it begins."""
     card = torch.device("cuda", 0)
     gathered.check_chunks(
         Requirements(1, 4096, 4, 2, head_dim, torch.bfloat16, card, window, documents), size
@@ -28,7 +28,7 @@ def test_chunks_equal_plain_torch(size: int, head_dim: int, documents: bool, win
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("documents", [False, True])
 def test_two_cards_train_like_one(documents: bool, data: Path, tmp_path: Path) -> None:
-    """In bfloat16, whose rounding alone moves a loss by up to 1e-2."""
+    """In bfloat16, rounding alone changes a loss by up to 1e-2."""
     changes: dict[str, Any] = {
         "model": {**SHAPE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
         "optim": ADAMW,

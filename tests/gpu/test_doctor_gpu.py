@@ -1,4 +1,6 @@
-"""The doctor on a card: one whole examination (minutes), and what must hold for any card that torch supports."""
+"""The doctor on a GPU: one complete examination (minutes), and properties
+that hold for any GPU that torch supports.
+"""
 
 import json
 import subprocess
@@ -25,7 +27,7 @@ def examination() -> dict[str, Any]:
         [sys.executable, "-m", "deskside", "doctor", "--json"], stdout=subprocess.PIPE, text=True, cwd=ROOT
     )
     found: dict[str, Any] = json.loads(done.stdout)
-    print(json.dumps(found, indent=1))  # pytest -s shows everything that was measured
+    print(json.dumps(found, indent=1))  # pytest -s shows all measurements
     assert done.returncode == 0, found["why"]
     return found
 
@@ -96,7 +98,8 @@ def test_rates_are_those_of_a_card(checks: dict[str, dict[str, Any]]) -> None:
     assert checks["copy"]["details"]["link"]["host_to_device"]["value"] > 1e9
     for check in checks.values():
         if check.get("speed", {}).get("unit") == "FLOP/s":
-            # Nothing is faster than 12 times BF16 (NVFP4 is 4 or 8); such a rate would be of work not done.
+            # Nothing is faster than 12 times BF16 (NVFP4 is 4 or 8 times). A higher rate would mean that work was
+            # skipped.
             assert check["to_bf16"] < 12, check
 
 
@@ -117,7 +120,7 @@ def test_quick_look_is_quick() -> None:
     seconds = time.monotonic() - began
     assert found["trains"], found["why"]
     assert {c["verdict"] for c in found["checks"]} == {"works"}
-    assert seconds < 30, f"{seconds:.0f} s"  # about 12 s where torch is in the disk cache
+    assert seconds < 30, f"{seconds:.0f} s"  # about 12 s if torch is in the disk cache
 
 
 def test_a_poisoned_card_is_charged_to_the_check_that_did_it() -> None:

@@ -1,4 +1,4 @@
-"""Dropout's kernel on the card: the masks of plain torch, in fused and compiled blocks too."""
+"""The dropout kernel on a GPU has the masks of plain torch, in fused and compiled blocks too."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_the_kernel_equals_plain_torch(channels: int, dtype: torch.dtype) -> Non
 
 
 def test_gradients_equal_the_cpu() -> None:
-    """Eager, fused and compiled in float32; another mask would differ by far more."""
+    """Eager, fused and compiled in float32. A different mask would change the gradients by far more."""
     truth, model = gradients(make()), make().to(DEVICE)
     for fused in (False, True):
         convert(model, "fp32", fused=fused)

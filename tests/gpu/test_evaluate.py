@@ -1,4 +1,4 @@
-"""Log-likelihoods on the card: those of whole rows in float32, close to them in bfloat16, and little memory."""
+"""Log-likelihoods on a GPU: equal to those of whole rows in float32, close to them in bfloat16, with little memory."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ SHAPE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 384}
 
 def model(folder: Path, dtype: torch.dtype = torch.float32, **options: object) -> Transformer:
     made = make(folder, **SHAPE, **options).model.to(DEVICE)
-    for parameter in made.parameters():  # as export/load.py casts
+    for parameter in made.parameters():  # like the cast in export/load.py
         if parameter.ndim >= 2:
             parameter.data = parameter.data.to(dtype)
     return made.eval()
@@ -51,7 +51,9 @@ def test_bfloat16_is_as_near_to_float32_as_whole_rows_are(tmp_path: Path) -> Non
 
 
 def test_shared_contexts_are_computed_once(tmp_path: Path) -> None:
-    """Many long answers to one context take the memory of one context and of the answers, not of a copy for each."""
+    """Many long answers to one context need the memory of one context and of the
+    answers, not a copy of the context for each.
+    """
     made = model(tmp_path, torch.bfloat16, max_position_embeddings=4096, num_hidden_layers=4)
     context = tuple(n % 320 for n in range(4000))
     given = [Pair(context, tuple((n + m) % 320 for m in range(8))) for n in range(64)]

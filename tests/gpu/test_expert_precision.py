@@ -1,4 +1,4 @@
-"""Experts in FP8 and NVFP4 on this card: casts, torch's grouped product of FP8 operands, and a whole step."""
+"""Experts in FP8 and NVFP4 on this GPU: casts, torch's grouped product of FP8 operands, and a whole step."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def has_grouped_fp8() -> bool:
 
 def routing_of(N: int, E: int, k: int, align: int = 16) -> moe.Routing:
     logits = torch.randn(N, E, device=card.DEVICE)
-    logits[:, E // 2] -= 100.0  # an expert without tokens, unless all are chosen
+    logits[:, E // 2] -= 100.0  # an expert without tokens, unless every token chooses all
     return moe.route(logits, k, True, align)
 
 
@@ -63,7 +63,7 @@ def test_casts_equal_their_reference_to_the_bit(N: int, E: int, k: int, D: int, 
 def test_gates_to_fp8_equal_their_reference(
     N: int, E: int, k: int, D: int, F: int, activation: str, gated: bool
 ) -> None:
-    """The sigmoid is approximate, so a value or a scale may be rounded to the other side."""
+    """The sigmoid is approximate, so a value or a scale may be rounded in the other direction."""
     torch.manual_seed(0)
     routing = routing_of(N, E, k)
     S, weights = len(routing.tokens_S), routing.weights_S
@@ -151,7 +151,9 @@ def test_a_step_is_near_float64_and_repeats_without_synchronising(recipe: str) -
 
 
 def gradients_of_step_without_copies(applied: QuantizedModel) -> None:
-    """Forward and backward of the first layer's experts, which must not wait for the device."""
+    """Run forward and backward of the first layer's experts, which must not wait
+    for the device, and return the gradients.
+    """
     mlp = applied.model.layers[0].mlp  # type: ignore[union-attr,index]
     residual = torch.zeros(2, 64, 128, dtype=torch.bfloat16, device=card.DEVICE)
     delta = torch.ones_like(residual).requires_grad_()

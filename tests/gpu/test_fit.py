@@ -1,4 +1,6 @@
-"""Micro-batch fitting against a real limit of memory, in a process of its own: out of memory may leave traces there."""
+"""Micro-batch fitting against a real memory limit, in a separate process,
+because running out of memory may leave traces.
+"""
 
 import gc
 import json
@@ -11,15 +13,15 @@ from tests.train import tiny_run
 
 pytestmark = NEEDS_CARD
 
-ROOM = 2 * 2**30  # bytes; the matmul that measures the card's speed needs less than one of the two
-# So wide that a pass of all rows takes more than ROOM: more than 0.1 MiB a token.
+ROOM = 2 * 2**30  # bytes; the matmul that measures the GPU's speed needs less than one of the two
+# The layer is so wide that a pass of all rows exceeds ROOM: it needs more than 0.1 MiB a token.
 ROWS = 256
 WIDE = {"intermediate_size": 8192}
 BATCH = {"tokens": ROWS * 128, "micro_tokens": ROWS * 128}
 
 
 def run_with_little_memory(root: Path, prepared: Path) -> None:
-    """In a child: the same run with all memory and with ROOM."""
+    """Run in a child process: the same run with all memory and with ROOM."""
     given = config(
         prepared, model=WIDE, batch=BATCH, schedule={"length": "6 steps"}, optim=ADAMW, compute=QUICK
     )
@@ -44,7 +46,7 @@ def test_out_of_memory_halves_the_micro_batch_and_keeps_the_batch(data: Path, tm
     assert fitted["micro_rows"] * fitted["accumulation"] == ROWS
     assert f"{ROWS} rows do not fit (CUDA out of memory" in tiny_run.events(tight)
 
-    # Training ran, within the room, and computed what the run did that had all memory.
+    # Training ran within the limit, and computed the same as the run with all memory.
     assert [row["step"] for row in tiny_run.rows(tight)] == list(range(1, 7))
     assert [row["tokens"] for row in tiny_run.rows(tight)] == [row["tokens"] for row in tiny_run.rows(roomy)]
     assert not any(row["skipped"] for row in tiny_run.rows(tight))

@@ -1,4 +1,4 @@
-"""The fused kernels and the loss kernel on this card: against the torch reference in float64; its bytes in FP8."""
+"""The fused kernels and the loss kernel on this GPU against the torch reference in float64, and their FP8 bytes."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ from tests.gpu import card
 
 pytestmark = card.NEEDS_CARD
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
-BF16 = 2.5e-3  # of a tensor rounded once: 2^-9 at most for one value, 1.7e-3 in the mean
+BF16 = 2.5e-3  # for a tensor rounded once: at most 2^-9 per value, 1.7e-3 on average
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +28,7 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def cast(dtype: torch.dtype) -> Cast:
-    """A scale that is no power of two, and saturates a few values."""
+    """Cast with a scale that is no power of two and that saturates a few values."""
     scale = torch.tensor(torch.finfo(dtype).max / 3.1, device=card.DEVICE)
     return Cast(dtype, scale, torch.zeros((), device=card.DEVICE))
 
@@ -60,7 +60,9 @@ def check_transposed(found: Fp8) -> None:
 
 
 def check_fp8(found: object, truth: object, cast: Cast, other: Cast) -> None:
-    """Bytes equal where float32 arithmetic in another order did not carry a value over a boundary of two codes."""
+    """Assert that bytes are equal, except where a different order of float32
+    operations crossed the boundary of two codes.
+    """
     assert isinstance(found, Fp8) and isinstance(truth, Fp8)
     check_transposed(found)
     ours, theirs = found.rows.view(torch.uint8).int(), truth.rows.view(torch.uint8).int()
@@ -79,7 +81,7 @@ SHAPES = [(256, 768), (512, 5120), (2052, 80), (64, 1000)]
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("of", [torch.bfloat16, torch.float32])
 def test_a_cast_gives_the_same_bytes(shape: tuple[int, int], dtype: torch.dtype, of: torch.dtype) -> None:
-    """One product and one rounding: there is no order of sums, so every byte is the reference's."""
+    """The cast is one product and one rounding. There is no order of sums, so every byte equals the reference's."""
     x, ours, theirs = random(*shape, dtype=of), cast(dtype), cast(dtype)
     x[0, :8] = torch.tensor([0.0, -0.0, 1e-9, -1e-9, 100.0, -100.0, 3.1, -3.1], device=card.DEVICE)
     found, truth = fused.cast_fp8(x, ours), reference.cast_fp8(x, theirs)
@@ -176,7 +178,7 @@ def test_qk_norm_rope(C: int, norm: bool, rope: bool) -> None:
     wide_angles = None if angles is None else (angles[0].double(), angles[1].double())
     found = fused.qk_norm_rope(qkv, *weights, angles, layout)  # type: ignore[call-arg]
     compare(found, reference.qk_norm_rope(qkv.double(), *wide_weights, wide_angles, layout))  # type: ignore[call-arg]
-    # Gradients as attention leaves them: tokens first, or heads first.
+    # Gradients have the layouts that attention returns: tokens first, or heads first.
     grads = (random(N, 6, C), random(2, N, C).transpose(0, 1), random(N, 2, C))
     backward = fused.qk_norm_rope_backward(grads, qkv, *weights, angles, layout)  # type: ignore[call-arg]
     wide = tuple(g.double() for g in grads)
@@ -241,7 +243,7 @@ def test_the_loss_kernel(entries: int, softcap: float | None, z_loss: float) -> 
     logits, targets = 3 * random(24, entries), torch.randint(0, entries, (24,), device=card.DEVICE)
     targets[5] = -100
     targets[6], targets[7] = 0, entries - 1
-    logits[8, targets[8]] = 60.0  # certain: its probability rounds to one
+    logits[8, targets[8]] = 60.0  # its probability rounds to one
     arguments = (targets, LossOptions(softcap, z_loss))
     truth, slope = cross_entropy.chunk_loss_and_grad(logits.double(), *arguments)
     kernel = loss_kernels(logits)
@@ -255,7 +257,8 @@ def test_the_loss_kernel(entries: int, softcap: float | None, z_loss: float) -> 
         torch.testing.assert_close(losses.double(), truth, rtol=1e-5, atol=1e-5)
         wanted = (slope * scale).clamp(-57344, 57344).float().to(E5)
         differ = low.view(torch.uint8) != wanted.view(torch.uint8)
-        # For 8.9 Triton 3.6 converts by way of float16, and a value in some hundreds falls to its other neighbour.
+        # For 8.9, Triton 3.6 converts through float16, so one value in some hundreds is rounded to its other
+        # neighbour.
         exact = torch.cuda.get_device_capability() != (8, 9)
         assert float(differ.float().mean()) < (2e-3 if exact else 0.01)
         compare(low.float()[:5] / scale, slope[:5], 0.06)
@@ -272,7 +275,7 @@ def test_the_loss_kernel(entries: int, softcap: float | None, z_loss: float) -> 
 @pytest.mark.parametrize("softcap", [None, 5.0])
 @pytest.mark.parametrize("z_loss", [0.5, 1.0])
 def test_the_loss_kernel_far_below_zero(softcap: float | None, z_loss: float) -> None:
-    """Where 1 + 2 z_loss lse, the factor of the probabilities, is zero or less."""
+    """Covers 1 + 2 z_loss lse <= 0, the factor of the probabilities."""
     logits = random(12, 40) - torch.arange(12.0, device=card.DEVICE)[:, None]
     arguments = (torch.randint(0, 40, (12,), device=card.DEVICE), LossOptions(softcap, z_loss))
     truth, slope = cross_entropy.chunk_loss_and_grad(logits.double(), *arguments)

@@ -1,4 +1,6 @@
-"""Generation on the card: tokens of the plain loop in float32, none that is worse in bfloat16; kernels and graphs."""
+"""Generation on a GPU: float32 gives the plain loop's tokens, bfloat16 gives
+none that is worse; kernels and graphs.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -53,7 +55,7 @@ def test_float32_equals_the_uncached_loop(name: str) -> None:
 @pytest.mark.parametrize("graphs", [True, False])
 @pytest.mark.parametrize("kind", SAMPLINGS)
 def test_sampling_on_the_card_equals_the_uncached_loop(kind: str, graphs: bool) -> None:
-    """More prompts than rows, computed in parts, so that lanes and graphs change while rows run."""
+    """There are more prompts than rows, computed in parts, so lanes and graphs change while rows run."""
     model, sampling = card_model(), SAMPLINGS[kind]
     engine = Engine(model, max_batch=3, max_tokens=256, page_size=16, prefill_tokens=16, graphs=graphs)
     free = engine.free_tokens
@@ -86,7 +88,9 @@ def test_several_tokens_in_a_graph_equal_the_uncached_loop(kind: str) -> None:
 def test_prompts_that_go_on_are_attended_some_rows_at_a_time(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """More queries of a key-value head than the kernel takes; two rows are gathered at once, and none is repeated."""
+    """The queries of a key-value head exceed what the kernel takes. Two rows are
+    gathered at once, and none is repeated.
+    """
     torch.manual_seed(0)
     rows, new, length, K, C = 5, 40, 200, 2, 64
     k, v = (torch.randn(rows * 7 + 1, K, 32, C) for _ in range(2))
@@ -103,13 +107,13 @@ def test_prompts_that_go_on_are_attended_some_rows_at_a_time(
 def test_graphs_are_chosen_where_a_step_can_be_captured() -> None:
     assert Engine(card_model())._graphs is not None
     assert Engine(card_model("moe"))._graphs is not None
-    # In float32, the products of many rows are a loop, which asks the device how many rows each expert has.
+    # In float32, the products of many rows are a loop, which asks the device for each expert's number of rows.
     assert Engine(card_model("moe"), max_batch=256)._graphs is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_experts_in_graphs(dtype: torch.dtype) -> None:
-    """Rows end at different steps, so that a captured routing is not that of the replay."""
+    """Rows end at different steps, so a captured routing differs from the replay's."""
     model = card_model("moe")
     if dtype is torch.bfloat16:
         convert(model, "bf16")
@@ -151,8 +155,9 @@ def test_speculative_greedy_equals_plain(name: str) -> None:
 @pytest.mark.parametrize("name", ["gqa", "window"])
 @torch.no_grad()
 def test_bf16_takes_the_best_token_of_the_uncached_model(name: str) -> None:
-    """Two tokens can be equal in bfloat16's eight bits. So the choice may differ from the uncached argmax, but where
-    it does, the uncached logit must be as good up to rounding; and that must be rare."""
+    """Two tokens can be equal in bfloat16's eight bits, so the choice may differ from the uncached argmax. Where it
+    does, the uncached logit must be as good up to rounding, and it must be rare.
+    """
     model = card_model(name)
     convert(model, "bf16")
     results = generate(model, PROMPTS, max_new_tokens=NEW)
@@ -223,7 +228,7 @@ def test_the_kernel_equals_float64(
 def test_the_prefill_kernel_equals_float64(
     H: int, K: int, C: int, window: int | None, dtype: torch.dtype
 ) -> None:
-    """Whole prompts, parts behind older tokens, a row without tokens, and padding."""
+    """Covers whole prompts, parts after cached tokens, a row without tokens, and padding."""
     generator = torch.Generator(DEVICE).manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -247,7 +252,7 @@ def test_the_prefill_kernel_equals_float64(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_prompts_in_graphs_equal_prompts_without(dtype: torch.dtype) -> None:
-    """Passes of one size, whose rows differ from replay to replay; some continue a prefix that is in the cache."""
+    """All passes have one size, but their rows differ from replay to replay. Some continue a cached prefix."""
     model = make(max_position_embeddings=1024, num_hidden_layers=2, head_dim=64).to(DEVICE)
     if dtype is torch.bfloat16:
         convert(model, "bf16")
@@ -301,7 +306,7 @@ def test_noise_on_the_card_is_that_of_the_cpu() -> None:
 
 
 def test_long_prompts_over_the_cache_equal_one_pass() -> None:
-    """More queries than the kernel takes: parts of prompts behind what the cache holds already."""
+    """There are more queries than the kernel takes: parts of prompts after cached tokens."""
     model = make(max_position_embeddings=1024, num_hidden_layers=2).to(DEVICE)
     generator = torch.Generator().manual_seed(6)
     prompts = [torch.randint(0, 97, (n,), generator=generator).tolist() for n in (700, 90, 333)]

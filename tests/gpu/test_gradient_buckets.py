@@ -1,4 +1,6 @@
-"""Sums beside the backward on a card: two processes that share one (gloo), and two cards (NCCL) to the last bit."""
+"""Gradient sums during the backward on GPUs: two processes that share one
+(gloo), and two GPUs (NCCL), bitwise equal.
+"""
 
 import os
 import signal
@@ -22,7 +24,9 @@ pytestmark = NEEDS_CARD
 
 
 def one_step(folder: Path, weights: torch.dtype) -> None:
-    """On each rank: the gradients of a step of two passes, and their sums. NCCL refuses two processes on one card."""
+    """Save each rank's own gradients of a step of two passes, and their sums.
+    NCCL refuses two processes on one GPU.
+    """
     dist.init_process_group("gloo")
     world = World(torch.device("cuda", 0), dist.get_rank(), dist.get_world_size())
     gradient_buckets.BUCKET_BYTES = 4 * 3000
@@ -32,7 +36,7 @@ def one_step(folder: Path, weights: torch.dtype) -> None:
     for info in infos:
 
         def copy(parameter: torch.Tensor, name: str = info.name) -> None:
-            if parameter.grad is not None:  # in the last pass: what its bucket will take
+            if parameter.grad is not None:  # in the last pass: the input of its bucket
                 own[name] = parameter.grad.clone()
 
         info.parameter.register_post_accumulate_grad_hook(copy)

@@ -1,4 +1,4 @@
-"""Grammars on the card: masks in CUDA graphs give the answers of the CPU, and leave other answers alone."""
+"""Grammars on a GPU: masks in CUDA graphs give the CPU's answers, and leave other answers unchanged."""
 
 import pytest
 import regex

@@ -1,4 +1,4 @@
-"""Batches on the card are those of the CPU, however late the copies, the card or the host are."""
+"""Batches on the GPU equal those on the CPU, however late the copies, the GPU or the host are."""
 
 import threading
 import time
@@ -19,20 +19,20 @@ STEPS = 150
 
 
 def contents(batch: Batch) -> dict[str, Any]:
-    """Copies of what is in a batch, made on its device by the stream that consumes it."""
+    """Return copies of a batch's contents, made on its device by the stream that consumes it."""
     values = {f.name: getattr(batch, f.name) for f in fields(batch)}
     return {name: v.clone() if isinstance(v, torch.Tensor) else v for name, v in values.items()}
 
 
 def consume(dataset: PackedDataset, device: str, late: str, document_mask: bool) -> list[dict[str, Any]]:
-    """STEPS steps of two micro-batches. `late`: who is behind, the "copies", the "card", the "host" or "nobody"."""
+    """Consume STEPS steps of two micro-batches. `late` names what is slow: "copies", "card", "host" or "nobody"."""
     taken = []
     with Loader(
         dataset, LoaderOptions(1, 0, 12, 6, device=torch.device(device), document_mask=document_mask)
     ) as loader:
         for _ in range(STEPS):
             if late == "copies":
-                with torch.cuda.stream(loader._stream):  # what has been asked for arrives a millisecond later
+                with torch.cuda.stream(loader._stream):  # the requested copies arrive a millisecond later
                     spin(1)
             batches = next(loader)
             if late == "card":
@@ -40,7 +40,7 @@ def consume(dataset: PackedDataset, device: str, late: str, document_mask: bool)
             if late == "host":
                 time.sleep(0.002)
             taken += [contents(batch) for batch in batches]
-            del batches  # its memory may be given to a later step from here on
+            del batches  # from here on, a later step may reuse its memory
     assert not any(t.name.startswith("deskside-loader") for t in threading.enumerate())
     return taken
 

@@ -1,4 +1,4 @@
-"""Document masks in rows of 16,384 tokens: correct, and with memory that grows like a row, not like its square."""
+"""Document masks in rows of 16,384 tokens are correct, and their memory grows linearly with the row."""
 
 from dataclasses import replace
 
@@ -21,7 +21,9 @@ def test_a_backend_is_chosen_for_documents_in_long_rows() -> None:
 
 @pytest.mark.parametrize("name", ["varlen", "flex"])
 def test_masks_have_no_memory_of_the_square(name: str) -> None:
-    """Twice the row takes at most twice the memory and a little: a dense bool mask alone would be 256 MiB more."""
+    """A row twice as long needs at most slightly more than twice the memory. A
+    dense bool mask alone would add 256 MiB.
+    """
     peaks = []
     for tokens in (T // 2, T):
         ends = torch.tensor([0, 100, tokens // 3, tokens, tokens], dtype=torch.int32, device="cuda")
@@ -34,7 +36,7 @@ def test_masks_have_no_memory_of_the_square(name: str) -> None:
             )
             for _ in range(2)
         )
-        for _ in range(2):  # the first compiles
+        for _ in range(2):  # the first call compiles
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             context = prepare(AttentionContext(cu_seqlens=ends, max_seqlen=tokens, backend=name), need)

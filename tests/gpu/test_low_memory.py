@@ -1,4 +1,6 @@
-"""Weights in bfloat16, gradients and activations off the card: the same numbers as the references, less memory."""
+"""Weights in bfloat16, and gradients and activations in host memory: the same
+numbers as the references, less memory.
+"""
 
 import gc
 from typing import Any
@@ -104,8 +106,8 @@ def test_offloaded_activations_change_no_bit(
         found = gradients(model, passes)
         assert all(torch.equal(found[name], expected[name]) for name in expected)
     rows = B // passes * T
-    # Five blocks of two sublayers, each with the residual stream in bfloat16 and 1 / RMS of its rows; of experts also
-    # the router's logits.
+    # Five blocks of two sublayers, each with the residual stream in bfloat16 and 1 / RMS of its rows; for experts
+    # also the router's logits.
     stream, rstd, logits = rows * 128 * 2, rows * 4, rows * shape.get("num_experts", 0) * 2
     assert offload.host_bytes == 5 * sum(n for n in (stream, rstd, stream, rstd, logits) if n >= 1024)
 
@@ -154,7 +156,7 @@ def test_sums_over_passes_and_repeats() -> None:
     exact.zero_grad()
     (exact.loss(tokens().to(card.DEVICE), tokens(1).to(card.DEVICE)) / (B * T)).backward()
     truth = {name: p.grad for name, p in exact.named_parameters() if p.grad is not None}
-    # Tokens whose experts are chosen by BF16's rounding make most of the error, in one pass as well as in four.
+    # Most of the error comes from tokens whose experts are chosen by BF16's rounding, in one pass as well as in four.
     assert worst(found[0], truth) < 1.1 * worst(found[2], truth)
 
 
@@ -168,7 +170,9 @@ def test_a_budget_is_kept() -> None:
 
 
 def separate_step(place: str, passes: int, **optim: Any) -> dict[str, Tensor]:
-    """Weights and states after three steps of a small model, and the most bytes of gradients at a time."""
+    """Return weights and states after three steps of a small model, and the
+    largest number of gradient bytes at a time.
+    """
     config = merge.build([{"model": {"intermediate_size": 128}, "optim": {**optim, "gradients": place}}])
     model = make(num_hidden_layers=6, **MOE).to(card.DEVICE)
     for parameter in model.parameters():
@@ -204,7 +208,7 @@ def separate_step(place: str, passes: int, **optim: Any) -> dict[str, Tensor]:
 def test_gradients_off_the_card_change_no_bit(
     place: str, passes: int, offload: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Several pieces per weight, so that buffers are used again while copies of others are on their way."""
+    """Each weight is split into several pieces, so buffers are reused while copies of others are in flight."""
     monkeypatch.setattr(adamw, "SMALL", 256)
     monkeypatch.setattr(optim_offload, "PIECE", 4096)
     optim = {"name": "adamw", "weights": "bfloat16", "states": "8bit", "grad_clip": 0.0}
@@ -217,7 +221,9 @@ def test_gradients_off_the_card_change_no_bit(
 
 
 def test_gradients_in_host_memory_leave_the_card() -> None:
-    """Of 64 tokens only, so that activations are small. cuBLAS takes its workspace before memory is measured."""
+    """There are only 64 tokens, so that activations are small. cuBLAS allocates
+    its workspace before memory is measured.
+    """
     shape = {"hidden_size": 1024, "num_hidden_layers": 8, "head_dim": 64, "num_attention_heads": 16}
     peaks = {}
     torch.ones(512, 512, dtype=torch.bfloat16, device=card.DEVICE) @ torch.ones(
@@ -264,7 +270,7 @@ def test_gradients_in_host_memory_leave_the_card() -> None:
 
 @pytest.mark.parametrize("n", [2**20, 2**20 + 77])
 def test_4_bit_states_are_those_of_the_reference(n: int) -> None:
-    """But for values within a rounding error of the border between two codes."""
+    """They are equal except for values within a rounding error of the border between two codes."""
     results = []
     for fused in (True, False):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The kernels of a mixture of experts and the fused sublayer on this card, against the torch reference in float64."""
+"""The mixture-of-experts kernels and the fused sublayer on this GPU, against the torch reference in float64."""
 
 from dataclasses import fields, replace
 from typing import Any
@@ -15,7 +15,7 @@ from tests.gpu import card
 from tests.precision.small import B, T, make, tokens
 
 pytestmark = card.NEEDS_CARD
-BF16 = 2.5e-3  # of a tensor rounded once
+BF16 = 2.5e-3  # for a tensor rounded once
 SHAPES = (
     (4096, 8, 2, 512, 704),
     (1000, 64, 8, 256, 128),
@@ -36,7 +36,7 @@ def error(ours: Tensor, truth: Tensor) -> float:
 @pytest.mark.parametrize(("N", "E", "k", "D", "F"), SHAPES)
 def test_kernels_equal_float64(N: int, E: int, k: int, D: int, F: int) -> None:
     torch.manual_seed(0)
-    logits = random(N, E) + torch.arange(E, device=card.DEVICE) / (10 * E)  # ties may go either way
+    logits = random(N, E) + torch.arange(E, device=card.DEVICE) / (10 * E)  # ties may be broken either way
     exact = reference.route(logits.double(), k, True)
     routing = moe.route(logits, k, True)
     for field in fields(routing):

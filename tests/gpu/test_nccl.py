@@ -1,4 +1,4 @@
-"""Two cards, under torchrun or --gpus: replicas and shards train like one card and resume, and their export loads."""
+"""Two GPUs, under torchrun or --gpus: replicas and shards train like one GPU and resume, and their export loads."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ CHANGES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
-    """The losses of one card."""
+    """The losses of a run on one GPU."""
     return losses(tiny_run.train(tmp_path_factory.mktemp("alone"), config(data, **CHANGES)).run.path)
 
 
@@ -53,7 +53,7 @@ def test_two_cards_train_like_one(mode: str, alone: list[float], data: Path, tmp
 
 
 def test_gpus_starts_them(alone: list[float], data: Path, tmp_path: Path) -> None:
-    """As under torchrun; then one card goes on alone with a stopped run."""
+    """The run equals one under torchrun, and one GPU resumes it after a stop."""
     log, run = tmp_path / "log", tmp_path / "run"
     words = [*arguments(tmp_path, "run", written(tmp_path, data, "replicate")), "--gpus", "2"]
     first = tiny_run.program(words, log)
@@ -82,7 +82,7 @@ def test_shards_resume(alone: list[float], data: Path, tmp_path: Path) -> None:
 
 
 def check_export(run: Path) -> None:
-    """The run's own checkpoint (sharded or not) and its Hugging Face model are the same model."""
+    """Check that the run's own checkpoint (sharded or not) and its Hugging Face model are the same model."""
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(run / "model", dtype=torch.float32)

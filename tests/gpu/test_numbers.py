@@ -1,4 +1,4 @@
-"""The host reads a step's numbers while the card is busy with what was launched after that step."""
+"""The host reads a step's metrics while the GPU works on later launches."""
 
 import time
 
@@ -11,7 +11,7 @@ pytestmark = NEEDS_CARD
 
 
 def use_page_locked_memory(values: torch.Tensor) -> None:
-    """The first steps of a run allocate it, which may wait for the card; all others use it again."""
+    """Allocate it in the first steps, which may wait for the GPU. All later steps reuse it."""
     for numbers in [StepMetrics(values) for _ in range(4)]:
         assert numbers.read() == (1.5, 2.25, False)
 

@@ -1,4 +1,4 @@
-"""The NVFP4 kernels on a card: equal to the torch reference, unbiased, and exact products."""
+"""The NVFP4 kernels on a GPU: equal to the torch reference, unbiased, and with exact products."""
 
 import pytest
 import torch
@@ -30,14 +30,17 @@ def share(a: Tensor, b: Tensor) -> float:
 @pytest.mark.parametrize("along", ["columns", "rows"])
 @pytest.mark.parametrize("name", OPERANDS)
 def test_equals_the_reference(name: str, along: Along, dtype: torch.dtype) -> None:
-    """Every value, code and scale, with the same noise. The tensor cores add a transform's values in another order."""
+    """Every value, code and scale is compared, with the same noise. Tensor cores
+    sum a transform's values in another order.
+    """
     from deskside.kernels.nvfp4 import quantize
 
     operand = OPERANDS[name]
     allowed = 2e-3 if operand.hadamard else 0.0
     for kind in KINDS:
         if operand.hadamard and (kind == "tiny" or (kind, dtype) == ("constant", torch.float32)):
-            continue  # tensor cores flush subnormal numbers; a constant is all ties, moved by the order of the sums
+            # tensor cores flush subnormals; a constant has only ties, which the order of the sums decides
+            continue
         x = data(kind, SHAPE if operand.hadamard < 128 else (1024, 1152)).to(DEVICE, dtype)
         N, K = x.shape
         noise = None
@@ -65,7 +68,7 @@ def test_equals_the_reference(name: str, along: Along, dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("scale_up", [False, True])
 def test_stochastic_rounding_is_unbiased_with_scales_rounded_up(scale_up: bool) -> None:
-    """<q(x), x> / <x, x>: 1 within the standard error with scale_up, about 0.997 where scales clip values."""
+    """<q(x), x> / <x, x> is 1 within the standard error with scale_up, and about 0.997 if scales clip values."""
     from deskside.kernels.nvfp4.quantize import quantize
 
     x = data("gauss", (4096, 4096)).to(DEVICE)
@@ -76,7 +79,7 @@ def test_stochastic_rounding_is_unbiased_with_scales_rounded_up(scale_up: bool) 
         q = made.values.double() * made.global_scale.double()
         slopes.append(float((q * x).sum() / x.double().square().sum()))
     mean = sum(slopes) / len(slopes)
-    # Noise of 14 % a value, 16.8 million values, 8 draws: 2e-5.
+    # Noise of 14 % per value, 16.8 million values, 8 draws: 2e-5.
     assert abs(mean - (1.0 if scale_up else 0.9967)) < (1e-4 if scale_up else 5e-4), slopes
 
 
@@ -110,8 +113,8 @@ def test_product_against_float64(sizes: tuple[int, int, int], layout: str, dtype
     again = scaled_matmul(a, b, alpha, kind, scale_b=second, dtype=dtype)
     exact = -1.5 * (left.double() @ right.double().T)
     error = float((made.double() - exact).norm() / exact.norm())
-    # Hopper's tensor cores cut off what does not fit when they add: half a last bit towards zero at each of the 148
-    # additions of a part of the longest sum, 3e-6 in all where rounding would give 2e-7. One value left out: 8e-3.
+    # Hopper's tensor cores truncate sums: half a last bit towards zero at each of the 148 additions of a part of the
+    # longest sum, 3e-6 in all where rounding would give 2e-7. One omitted value would give 8e-3.
     assert error < (3e-3 if dtype == torch.bfloat16 else 1e-5), error
     assert torch.equal(made, again)
 

@@ -1,4 +1,4 @@
-"""The plain torch reference of NVFP4 gives the same bits on the card as on the CPU, and never waits for the card."""
+"""The plain torch reference of NVFP4 gives the same bits on the GPU as on the CPU, and never waits for the GPU."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def test_bits_are_those_of_the_cpu(data: str, name: str) -> None:
         assert torch.equal(got.codes.cpu(), wanted.codes)
         assert torch.equal(got.emulated.cpu(), wanted.emulated)
         return
-    # EDEN's correction is a sum of 128, whose order is the device's: a scale on the edge of its noise may differ.
+    # EDEN's correction is a sum of 128, whose order depends on the device, so a scale close to its noise may differ.
     assert torch.equal(got.codes.cpu(), wanted.codes)
     ours, theirs = got.block_scale.float().cpu(), wanted.block_scale.float()
     # 1e37 overflows in the rotation; NaN has two signs.
@@ -38,7 +38,8 @@ def test_bits_are_those_of_the_cpu(data: str, name: str) -> None:
 def test_it_never_waits_for_the_card(name: str) -> None:
     operand, x = VARIANTS[name], torch.randn(256, 384, device=DEVICE)
     signs = draw_signs(128, x.device) if operand.hadamard == 128 else None
-    quantize(x, operand, "columns", signs=signs)  # the first call of an operation may wait for its loading
+    # the first call of an operation may wait until it is loaded
+    quantize(x, operand, "columns", signs=signs)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

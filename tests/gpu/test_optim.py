@@ -1,4 +1,6 @@
-"""Optimiser steps on the card against the CPU's float32, kernels against torch, small and offloaded states, skips."""
+"""Optimizer steps on a GPU against the CPU's float32: kernels against torch,
+small and offloaded states, skipped steps.
+"""
 
 import math
 from typing import Any
@@ -22,7 +24,7 @@ Config = AdamWConfig | MuonConfig
 
 
 def train(model: nn.Module, optimizer: Optimizer, source: nn.Module, skip: Tensor | None = None) -> None:
-    """STEPS steps with gradients that `source` computes on the CPU, so that only the updates can differ."""
+    """Run STEPS steps with gradients that `source` computes on the CPU, so that only the updates can differ."""
     for step in range(STEPS):
         backward(source, step)
         for parameter, other in zip(model.parameters(), source.parameters(), strict=True):
@@ -35,7 +37,7 @@ def train(model: nn.Module, optimizer: Optimizer, source: nn.Module, skip: Tenso
 
 
 def moved(config: Config, device: str, fused: bool | None = False) -> dict[str, Tensor]:
-    """How far each weight has gone after STEPS steps."""
+    """Return the change of each weight after STEPS steps."""
     model, before = make().to(device), weights(make())
     train(model, build(model, config, NO_SCALING, fused), make())
     return {name: value.cpu() - before[name] for name, value in weights(model).items()}
@@ -69,15 +71,16 @@ def test_muon_in_float32_equals_the_cpu(
 
 
 def test_muon_in_bfloat16_is_near_the_cpu_fused_or_not() -> None:
-    """Rounding to bfloat16 turns the directions of small singular values, which orthogonalising makes as long as all
-    others: 0.16 on a CPU. A wrong update is wrong by its own size."""
+    """Rounding to bfloat16 rotates the directions of small singular values, which orthogonalization makes as long as
+    all others: 0.16 on a CPU. The error of a wrong update would be as large as the update.
+    """
     fused = moved(MuonConfig(), DEVICE, fused=None)
     check(fused, moved(MuonConfig(), DEVICE), 0.3)
     check(fused, moved(MuonConfig(), "cpu"), 0.3)
 
 
 @pytest.mark.parametrize("symmetric", [False, True])
-@pytest.mark.parametrize("shape", [(1024, 768), (600, 336)])  # whole tiles and ragged ones
+@pytest.mark.parametrize("shape", [(1024, 768), (600, 336)])  # whole tiles and partial ones
 def test_orthogonal_as_in_float64_and_the_same_in_every_run(symmetric: bool, shape: tuple[int, int]) -> None:
     polynomials = coefficients("polar_express", 5)
     names, x = matrices(*shape)
@@ -89,7 +92,7 @@ def test_orthogonal_as_in_float64_and_the_same_in_every_run(symmetric: bool, sha
 
 
 def small(name: str, states: str, offload: bool = False) -> Config:
-    """A configuration; the models here are so small that `small_states` must be there too."""
+    """Return a configuration. The models here are so small that the fixture `small_states` is needed too."""
     kind = AdamWConfig if name == "adamw" else MuonConfig
     return kind.model_validate({"name": name, "states": states, "offload": offload})
 
@@ -113,8 +116,9 @@ def test_adamw_states_equal_the_cpu(states: str, within: float, offloaded: bool)
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("states", ["bfloat16", "8bit"])
 def test_offloaded_state_is_the_same_to_the_last_bit(name: str, states: str) -> None:
-    """The same kernels on the same numbers, through the host's memory. Muon's streamed momentum is torch's, not
-    Triton's: there a direction may be rounded to another bfloat16."""
+    """The same kernels process the same numbers, through host memory. Muon's streamed momentum uses torch instead of
+    Triton, which may round a direction to another bfloat16.
+    """
     here, there = (moved(small(name, states, place), DEVICE, fused=None) for place in (False, True))
     for key, value in here.items():
         if name == "adamw":

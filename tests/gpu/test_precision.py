@@ -1,4 +1,4 @@
-"""Recipes on this card: products, halves, the weight cache, the head, and steps, native and emulated."""
+"""Recipes on this GPU: products, sublayers, the weight cache, the head, and steps, native and emulated."""
 
 from typing import Any
 
@@ -68,7 +68,7 @@ SIZES = {"output": (512, 256, 384), "input_gradient": (512, 384, 256), "weight_g
 
 
 def dequantized(x: QuantizedOperand) -> Tensor:
-    """In the tensor's own orientation if it is stored so, else transposed."""
+    """Return the values in the tensor's own orientation if it is stored so, otherwise transposed."""
     values = x.values.double()
     if x.scale is None:
         return values
@@ -79,9 +79,10 @@ def dequantized(x: QuantizedOperand) -> Tensor:
 @pytest.mark.parametrize("kind", SIZES)
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 def test_fp8_products(scaling: str, kind: Kind, native: bool) -> None:
-    """Against float64 of the very operands: nothing is left but the order of sums and the result's rounding.
+    """Compared with float64 products of the same operands, so only the order of
+    sums and the result's rounding differ.
 
-    Hopper's tensor cores add up FP8 products with 14 bits where `use_fast_accum` lets them, which the output does.
+    Hopper's tensor cores sum FP8 products with 14 bits if `use_fast_accum` allows it, which only the output does.
     """
     if native:
         native_fp8()
@@ -105,17 +106,17 @@ def test_fp8_products(scaling: str, kind: Kind, native: bool) -> None:
     assert truth.shape == (rows, columns)
     low = product(kind, x, y, torch.bfloat16, native)
     assert low.dtype == torch.bfloat16 and relative(low, truth) < 4e-3
-    if scaling == "tensor" or not native:  # row scales are computed with a bfloat16 result
+    if scaling == "tensor" or not native:  # row scales require a bfloat16 result
         full = product(kind, x, y, torch.float32, native)
         assert full.dtype == torch.float32
-        # Tensor cores cut sums off towards zero: 2e-6 over 2048 values, where rounding would give 1e-7.
+        # Tensor cores truncate sums: 2e-6 over 2048 values, where rounding would give 1e-7.
         assert relative(full, truth) < (1e-3 if native and kind == "output" else 2e-4 if native else 1e-5)
 
 
 @pytest.mark.parametrize("kind", SIZES)
 @pytest.mark.parametrize("scaling", ["1x16", "16x16"])
 def test_nvfp4_products(scaling: str, kind: Kind) -> None:
-    """Emulated on the card: operands as they are on a CPU, to the bit, and the product of float64 but for its sums."""
+    """Emulated on the GPU: operands are bitwise those of a CPU, and products equal float64 up to the order of sums."""
     rows, columns, summed = SIZES[kind]
     left, right = Operand("nvfp4", "1x16"), Operand("nvfp4", scaling)  # type: ignore[arg-type]
     draws = Draws(0)
@@ -143,7 +144,7 @@ def test_rows_and_columns_of_row_scaling() -> None:
 
 
 def test_a_card_without_the_conversion_takes_the_torch_form(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A 30-series card, as far as can be told here: no kernel casts, and the numbers are the same."""
+    """Simulates a 30-series GPU: no kernel casts, and the numbers are the same."""
     x = torch.randn(256, 384, device=card.DEVICE).bfloat16()
 
     def rows() -> tuple[bool, Tensor]:
@@ -167,7 +168,7 @@ def test_a_card_without_the_conversion_takes_the_torch_form(monkeypatch: pytest.
     assert float((found.view(torch.uint8) == truth.view(torch.uint8)).float().mean()) > 0.99
 
 
-# Halves
+# Sublayers
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -187,7 +188,7 @@ def on_card(model: Transformer) -> Transformer:
 
 @pytest.mark.parametrize("changes", OPTIONS.values(), ids=OPTIONS)
 def test_bf16_halves_against_float64(changes: dict[str, Any]) -> None:
-    """The error is that of BF16 computed by autograd on the model as written, and no more."""
+    """The error is no larger than that of BF16 computed by autograd on the plain model."""
     context = AttentionContext(backend="reference")
     loss, truth = backward(on_card(make(torch.float64, **changes)), context)
     errors = {}
@@ -216,7 +217,9 @@ def test_documents_of_packed_rows() -> None:
 
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_recipes_on_the_card_are_those_of_a_cpu(name: str) -> None:
-    """Loss and size of the gradients' errors; native products where there are some, and emulated ones."""
+    """Compares the loss and the size of the gradients' errors, with native
+    products where available, and emulated ones.
+    """
     loss, truth = backward(fresh())
     model = fresh()
     expected = steps(model, convert(model, everywhere(name), fused=True, native=False), truth)
@@ -246,7 +249,7 @@ def steps(
 
 @pytest.mark.parametrize("name", ["bf16", "fp8-delayed", "fp8-rowwise", "nvfp4", "nvfp4-eden"])
 def test_what_is_recomputed_is_the_same(name: str) -> None:
-    """Scales, signs and stochastic rounding are those of the first time; only an embedding's sums may be reordered."""
+    """Scales, signs and stochastic rounding are those of the first time. Only an embedding's sums may be reordered."""
     model = on_card(make())
     applied = convert(model, everywhere(name), fused=True)
     made = []
@@ -265,7 +268,7 @@ def test_what_is_recomputed_is_the_same(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["bf16", "fp8-delayed", "fp8-rowwise", "nvfp4"])
 def test_converted_weights_are_kept_for_a_step_and_no_longer(name: str) -> None:
-    """torch's fused AdamW changes weights without raising their version; the next step has to see it."""
+    """torch's fused AdamW changes weights without increasing their version, and the next step must see the change."""
     losses = {}
     for cache in (True, False):
         model = on_card(make())
@@ -338,7 +341,7 @@ def test_a_weight_that_is_not_finite_is_trouble(value: float) -> None:
     "name", ["bf16", "fp8-delayed", "fp8-tensorwise", "fp8-rowwise", "nvfp4", "nvfp4-eden"]
 )
 def test_a_run_learns(name: str, data: Any, tmp_path: Any) -> None:
-    """All the way through `train`: self-check, fitting, steps, evaluation in BF16, checkpoint, export."""
+    """Covers all of `train`: self-check, fitting, steps, evaluation in BF16, checkpoint and export."""
     precision = {"name": name} if name == "bf16" else {"name": name, "keep_first": 0.0, "keep_last": 0.0}
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "head_dim": 64}
     config = card.config(data, precision=precision, model=sizes, schedule={"length": "60 steps"})

@@ -1,4 +1,4 @@
-"""Rows with different adapters on a card: CUDA graphs give the tokens and log-probabilities of single steps."""
+"""Rows with different adapters on a GPU: CUDA graphs give the tokens and log-probabilities of single steps."""
 
 import pytest
 import torch
@@ -26,5 +26,5 @@ def test_graphs_choose_adapters_by_row(dtype: torch.dtype) -> None:
             same = next(
                 (n for n, (a, b) in enumerate(zip(found[0].tokens, other.tokens, strict=True)) if a != b), 40
             )
-            assert same >= 8  # then rounding may decide between nearly equal tokens
+            assert same >= 8  # from there on, rounding may decide between nearly equal tokens
             torch.testing.assert_close(found[0].logprobs[:8], other.logprobs[:8], rtol=0.05, atol=0.05)

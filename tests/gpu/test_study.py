@@ -1,4 +1,4 @@
-"""Trials of a study on a card: the share of its memory that they may take, power, and one card for each trial."""
+"""Trials of a study on GPUs: the share of memory that they may use, power, and one GPU for each trial."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ ROOM = 2 * 2**30  # bytes; the whole batch needs more than 0.1 MiB a token
 
 
 def study(folder: Path, given: RunConfig, share: float, arms: int = 1) -> StudyFolder:
-    """A study of the tests' arms, all with this configuration but for the learning rate."""
+    """Return a study of the tests' arms with this configuration, which differ only in the learning rate."""
     plan = tiny_study.plan()
     planned = []
     for number, arm in enumerate(plan.arms[:arms]):
@@ -73,4 +73,4 @@ def test_each_card_has_a_trial_of_its_own(data: Path, tmp_path: Path) -> None:
     trials = [trial for arm in results.arms for trial in arm.trials]
     assert [trial.status for trial in trials] == ["finished"] * 4
     assert {trial.device for trial in trials} == {"cuda:0", "cuda:1"}
-    assert results.machine["gpu"]["count"] == 1  # of each trial's process
+    assert results.machine["gpu"]["count"] == 1  # in each trial's process

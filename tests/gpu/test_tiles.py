@@ -1,4 +1,4 @@
-"""The tiles of the fused kernels on a card: the same bits from each, and a trial that ends with a candidate."""
+"""The fused kernels' tiles on a GPU: all give the same bits, and a trial ends with one of the candidates."""
 
 from dataclasses import replace
 from pathlib import Path

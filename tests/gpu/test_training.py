@@ -1,4 +1,6 @@
-"""Whole tiny runs on the card: they learn, compile to the same numbers, recompute, change stages, resume exactly."""
+"""Complete tiny runs on a GPU: they learn, compile to the same numbers,
+recompute, change stages and resume exactly.
+"""
 
 import math
 import os
@@ -23,7 +25,7 @@ pytestmark = NEEDS_CARD
 
 @pytest.fixture(scope="module")
 def trained(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twenty steps as a person would start them: everything on auto."""
+    """A run of twenty steps as a user would start it: everything on auto."""
     changes: dict[str, Any] = {"compute": {"attention": "auto"}, "checkpoint": {"every": "10 steps"}}
     outcome = tiny_run.train(tmp_path_factory.mktemp("runs"), config(data, **changes))
     assert outcome.status == "finished"
@@ -51,7 +53,7 @@ def test_the_plan_says_how_it_runs(trained: Path) -> None:
 
 
 def test_every_execution_computes_the_same(trained: Path, data: Path, tmp_path: Path) -> None:
-    """By hand-written kernels, which is what `trained` has, and compiled by torch, against eager."""
+    """Hand-written kernels, which `trained` uses, and blocks compiled by torch are compared with eager execution."""
 
     def run(mode: str) -> list[float]:
         changes: dict[str, Any] = {"compute": {"compile": mode, "attention": "sdpa"}}
@@ -63,14 +65,14 @@ def test_every_execution_computes_the_same(trained: Path, data: Path, tmp_path: 
     for faster in (losses(trained), run("block")):
         assert faster[0] == pytest.approx(eager[0], abs=5e-3)  # forward
         assert faster[1] == pytest.approx(eager[1], abs=2e-2)  # backward and update
-        assert faster[:5] == pytest.approx(eager[:5], abs=1e-1)  # rounding has grown since
+        assert faster[:5] == pytest.approx(eager[:5], abs=1e-1)  # rounding errors have grown since
 
 
 # Activation checkpointing
 
 
 def first_loss(data: Path, what: str, compile: str = "off") -> tuple[float, int]:
-    """Loss per token, and bytes that forward and backward take at their peak, of the model before its first step."""
+    """Return the loss per token, and the peak bytes of forward and backward, of the model before its first step."""
     changes: dict[str, Any] = {
         "model": {"num_hidden_layers": 4},
         "compute": {**QUICK, "compile": compile, "activation_checkpointing": what},
@@ -87,7 +89,7 @@ def first_loss(data: Path, what: str, compile: str = "off") -> tuple[float, int]
         model.zero_grad(set_to_none=True)
         return loss.item() / tokens_BT.numel()
 
-    loss = once()  # compiles
+    loss = once()  # this call compiles
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     assert once() == pytest.approx(loss, abs=1e-4)
@@ -114,7 +116,7 @@ def test_recomputing_compiled_blocks_takes_less_memory(data: Path) -> None:
 
 
 def test_no_stage_falls_back_to_eager(data: Path, tmp_path: Path) -> None:
-    """At its limit of recompilations torch.compile goes on without compiling, and says so in a log line only."""
+    """At its limit of recompilations, torch.compile continues without compiling, and reports it only in a log line."""
     stages = [{"until": (n + 1) / 3, "sequence_length": length} for n, length in enumerate((32, 64, 128))]
     changes: dict[str, Any] = {
         "schedule": {"length": "9 steps", "stages": stages},
@@ -127,7 +129,7 @@ def test_no_stage_falls_back_to_eager(data: Path, tmp_path: Path) -> None:
         run = tiny_run.train(tmp_path, config(data, **changes)).run.path
     assert len(rows(run)) == 9 and "stage 3 of 3" in tiny_run.events(run)
     counters = torch._dynamo.utils.counters
-    # A graph for each length with its backward, and one for evaluation, at least.
+    # At least a graph for each length with its backward, and one for evaluation.
     assert counters["stats"]["unique_graphs"] >= 4
     assert counters["frames"]["ok"] == counters["frames"]["total"]
     assert not counters["graph_break"]
@@ -137,13 +139,13 @@ def test_no_stage_falls_back_to_eager(data: Path, tmp_path: Path) -> None:
 
 
 def deterministic(function: Any, *arguments: Any) -> None:
-    """In a child: what the command line sets before CUDA starts."""
+    """Run in a child process, with the settings that the command line makes before CUDA starts."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     function(*arguments)
 
 
 def test_a_deterministic_run_resumes_to_the_last_bit(data: Path, tmp_path: Path) -> None:
-    """Straight, and killed with SIGKILL and resumed: three processes, and each loss has the same bits."""
+    """Straight, and killed with SIGKILL and resumed: in three processes, each loss has the same bits."""
     changes: dict[str, Any] = {
         "deterministic": True,
         "schedule": {"length": "60 steps"},

@@ -1,12 +1,12 @@
-"""Compile every Triton kernel for GPUs that are not here.
+"""Compile every Triton kernel for GPUs that this machine lacks.
 
-Triton's compiler needs no GPU: it takes a kernel, the types of its arguments and a compute capability, and returns PTX
-and machine code. A machine without a GPU can therefore check that a kernel builds for each generation, which
-instructions it uses there, and that it fits into the shared memory of a consumer card.
+Triton's compiler needs no GPU: it takes a kernel, the types of its arguments and a compute capability, and returns
+PTX and machine code. A machine without a GPU can therefore check that a kernel builds for each generation, which
+instructions it uses there, and that it fits into the shared memory of a consumer GPU.
 
-The MODULES below have `COMPILE_CASES`, one per kind of launch. A case is either written out or `recorded`: the function
-that launches the kernel is called with tensors without data, and its arguments to the kernel are recorded instead of
-launched. Tiles, warps and types are then those of a real launch.
+The MODULES below have `COMPILE_CASES`, one per kind of launch. A case is either written out or `recorded`: the
+function that launches the kernel is called with tensors without data, and its arguments to the kernel are recorded
+instead of launched. Tiles, warps and types are then those of a real launch.
 """
 
 import re
@@ -23,7 +23,7 @@ from torch import Tensor
 
 MODULES = ("tests.kernels.nvfp4_launch_cases", "tests.kernels.launch_cases")
 CAPABILITIES = (86, 89, 90, 100, 120)
-# What a block may use, in bytes: CUDA programming guide, "technical specifications per compute capability".
+# The bytes that a block may use: CUDA programming guide, "technical specifications per compute capability".
 SHARED_MEMORY = {86: 99 * 1024, 89: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 POINTERS = {
     torch.float32: "*fp32",
@@ -43,8 +43,8 @@ POINTERS = {
 class CompileCase:
     """One launch. signature: type of each argument ("*bf16", "i32", "constexpr"); constants: value of each constexpr.
 
-    capabilities: where it is to compile. divisible: integer arguments that are divisible by 16 in the launch that is
-    meant, which lets Triton load several values at once; it takes all pointers to be aligned so.
+    capabilities: targets of the compilation. divisible: integer arguments that are divisible by 16 in this launch,
+    which lets Triton load several values at once. All pointers are assumed to be aligned to 16.
     """
 
     name: str
@@ -58,14 +58,14 @@ class CompileCase:
 
 @dataclass(frozen=True)
 class Compiled:
-    """ptx: the assembly. shared: bytes of shared memory that one block uses."""
+    """The result of a compilation. ptx: the assembly. shared: bytes of shared memory that one block uses."""
 
     ptx: str
     shared: int
     machine_code: bytes
 
     def stack_bytes(self) -> int:
-        """Return the bytes of memory that a thread uses because its registers do not suffice."""
+        """Return the bytes of stack memory per thread, which holds what does not fit into registers."""
         from triton import knobs
 
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -77,7 +77,9 @@ class Compiled:
 
 
 def signature(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any]) -> dict[str, str]:
-    """Types of all arguments in order: those given, "constexpr" for constants, and 32-bit integers for the rest."""
+    """Return the types of all arguments in order: those given, "constexpr" for
+    constants, and 32-bit integers for the rest.
+    """
     return {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
 
 
@@ -88,7 +90,9 @@ def recorded(
     *arguments: object,
     number: int = 0,
 ) -> CompileCase:
-    """Launch `number` of those that `launch(*arguments)` makes. Tensors may be on the meta device; nothing runs."""
+    """Return launch `number` of those that `launch(*arguments)` makes. Tensors
+    may be on the meta device; nothing runs.
+    """
     from triton.runtime.jit import JITFunction
 
     calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
@@ -102,7 +106,7 @@ def recorded(
     given = dict(zip(kernel.arg_names, args, strict=False))
     given |= {key: options.pop(key) for key in list(options) if key in kernel.arg_names}
     constexpr = {p.name for p in kernel.params if p.is_constexpr}
-    # As Triton does at a launch: None and 1 become constants, multiples of 16 are known to be such.
+    # As in a launch by Triton: None and 1 become constants, and multiples of 16 are marked as such.
     constants = {k: v for k, v in given.items() if k in constexpr or v is None or (type(v) is int and v == 1)}
     types = {k: _type(v) for k, v in given.items() if k not in constants}
     divisible = tuple(k for k, v in given.items() if type(v) is int and k in types and v % 16 == 0)
@@ -118,12 +122,12 @@ def _type(value: object) -> str:
 
 
 def all_cases() -> list[CompileCase]:
-    """The cases of every module. Imports Triton."""
+    """Return the cases of every module. Imports Triton."""
     return [case for module in MODULES for case in import_module(module).COMPILE_CASES]
 
 
 def compile_case(case: CompileCase, capability: int) -> Compiled:
-    """Compile for 89, 90, 100, ... Raises what Triton raises where it cannot."""
+    """Compile for 89, 90, 100, ... Raises Triton's error if it cannot."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

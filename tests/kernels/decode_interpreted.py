@@ -1,4 +1,4 @@
-"""The decoding kernels in Triton's interpreter beside the torch forms."""
+"""The decoding kernels in Triton's interpreter, compared with their torch forms."""
 
 from types import SimpleNamespace
 from unittest import mock
@@ -16,7 +16,7 @@ from deskside.kernels.fused.reference import QkvLayout
 from deskside.kernels.moe import grouped, moe_launch
 from tests.engine.test_generate import VARIANTS, make, plain
 
-# The interpreter takes milliseconds for each program, that is, for each head of each token.
+# The interpreter needs milliseconds for each program, that is, for each head of each token.
 SMALL_MODEL = {
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -32,7 +32,9 @@ def error(ours: Tensor, truth: Tensor) -> float:
 
 
 def attention(found: dict[str, float]) -> None:
-    """Lengths on both sides of a page, a tile and a span; pages in any order; noise where nothing may be read."""
+    """Use lengths on both sides of a page, a tile and a span, pages in any order,
+    and NaN where nothing may be read.
+    """
     for H, K, C, T, size, options in (
         (4, 2, 16, 1, 16, PLAIN),
         (6, 2, 24, 3, 32, AttentionContext(softcap=1.5, scale=0.5)),
@@ -57,7 +59,7 @@ def attention(found: dict[str, float]) -> None:
 
 
 def long_rows(found: dict[str, float]) -> None:
-    """So many tokens that spans are doubled; only the first pages of a row are there."""
+    """Use so many tokens that spans are doubled. Only the first pages of a row exist."""
     assert decode_triton.span_size(16384) == 256 and decode_triton.span_size(16385) == 512
     k, v, q = torch.randn(60, 1, 16, 16), torch.randn(60, 1, 16, 16), torch.randn(2, 1, 2, 16)
     table = torch.zeros(2, 1100, dtype=torch.int64)
@@ -88,7 +90,9 @@ def qk_norm_rope_into_cache(found: dict[str, float]) -> None:
 
 
 def noise(found: dict[str, float]) -> None:
-    """Both forms, over tokens in any order and as a row that all share; the smallest numbers among them."""
+    """Compare random numbers for tokens in any order and for a row that all
+    share, with the smallest numbers among them.
+    """
     stream = torch.stack((torch.arange(4), torch.tensor([stream_of(s) for s in (0, 1, 5, 2**80)])), dim=1)[
         :, 1
     ]
@@ -104,8 +108,9 @@ def noise(found: dict[str, float]) -> None:
 
 
 def engine(found: dict[str, float]) -> None:
-    """An engine with grouped heads and a window that decodes with the kernels, with and without drafts: how many tokens
-    are unlike the uncached loop's."""
+    """Run an engine with grouped heads and a window that decodes with the kernels, with and without drafts. The
+    result is the number of tokens that differ from the uncached loop's.
+    """
     model = make(**SMALL_MODEL)
     prompts = [[5, 17, 3], [88, 4, 4, 61, 30, 2, 9, 11, 12, 13, 14, 15]]
     with (
@@ -126,7 +131,7 @@ def engine(found: dict[str, float]) -> None:
 
 
 def experts(found: dict[str, float]) -> None:
-    """An engine whose decoding steps compute experts with the kernels; prompts of more and of fewer rows."""
+    """Run an engine whose decoding steps compute experts with the kernels, for prompts of more and of fewer rows."""
     model = make(**VARIANTS["moe"] | {"num_hidden_layers": 1})
     kernels = SimpleNamespace(
         route=moe_launch.route,
@@ -149,7 +154,7 @@ def experts(found: dict[str, float]) -> None:
 
 
 def main() -> dict[str, float]:
-    """The error of each kernel."""
+    """Return the error of each kernel."""
     torch.manual_seed(0)
     found: dict[str, float] = {}
     for check in (attention, long_rows, qk_norm_rope_into_cache, noise, engine, experts):

@@ -1,4 +1,4 @@
-"""The kernel of dropout in Triton's interpreter beside plain torch."""
+"""The dropout kernel in Triton's interpreter, compared with plain torch."""
 
 import torch
 import triton
@@ -6,12 +6,14 @@ import triton.language as tl
 
 from deskside.kernels import dropout, dropout_triton
 
-POSITION = (2**62 + 12345, 7, 123456, 2**32 - 5)  # the token's number wraps in 32 bits
+POSITION = (2**62 + 12345, 7, 123456, 2**32 - 5)  # the token's number wraps around at 32 bits
 COUNTER = (0xFFFFFFF0, 0x85A308D3, 0x13198A2E, 0x03707344)
 
 
 def kernels() -> dict[str, list[float]]:
-    """By channels and type: values that only one of them drops, and the largest relative difference of the others."""
+    """Return, by channels and type, the number of values that only one of them drops, and
+    the others' largest relative difference.
+    """
     found = {}
     for channels, dtype in ((768, torch.float32), (300, torch.bfloat16), (5, torch.float32)):
         x = torch.randn(3, 11, channels, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -41,7 +43,7 @@ def _philox(SEED, COUNTER, OUT, N: tl.constexpr):  # type: ignore[no-untyped-def
 
 
 def philox() -> bool:
-    """Whether plain torch computes the words of Triton's own generator."""
+    """Return True if plain torch computes the same words as Triton's own generator."""
     theirs, seed, counter = (
         torch.zeros(8, 4, dtype=torch.int64),
         torch.tensor(POSITION[0]),
@@ -54,5 +56,5 @@ def philox() -> bool:
 
 
 def both() -> tuple[dict[str, list[float]], bool]:
-    """Both comparisons, in one process."""
+    """Return both comparisons, so that they run in one process."""
     return kernels(), philox()

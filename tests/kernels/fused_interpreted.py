@@ -1,4 +1,6 @@
-"""The fused kernels, the loss, embeddings and the dequantizer in Triton's interpreter, beside the torch reference."""
+"""The fused kernels, the loss, embeddings and the dequantizer in Triton's
+interpreter, compared with the torch reference.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -14,7 +16,7 @@ from deskside.kernels.stored_weights import dequantize_rows
 from tests.kernels.test_dequantize import SHAPES, codes_and_scales
 
 N, D, F = 136, 80, 48
-FEW = 21  # rows where a program has one to four of them, and not 64
+FEW = 21  # rows for which a program processes one to four of them instead of 64
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
@@ -26,7 +28,7 @@ def flat(outputs: object) -> Iterator[Tensor]:
     for output in outputs if isinstance(outputs, tuple) else (outputs,):
         if isinstance(output, Fp8):
             yield output.rows.float() / 20
-            # Exactly the transpose, whatever the interpreter's rounding to FP8.
+            # Exactly the transpose, however the interpreter rounds to FP8.
             assert torch.equal(output.columns.view(torch.uint8), output.rows.view(torch.uint8).T)
         elif output is not None:
             assert isinstance(output, Tensor)
@@ -36,11 +38,11 @@ def flat(outputs: object) -> Iterator[Tensor]:
 def error(ours: object, truth: object) -> float:
     pairs = list(zip(flat(ours), flat(truth), strict=True))
     errors = [float((a - b).norm() / b.norm()) for a, b in pairs]
-    return max(e if math.isfinite(e) else math.inf for e in errors)  # a maximum would pass over NaN
+    return max(e if math.isfinite(e) else math.inf for e in errors)  # a maximum would ignore NaN
 
 
 def main() -> dict[str, float]:
-    """The error of each kernel."""
+    """Return the error of each kernel."""
     torch.manual_seed(0)
     found: dict[str, float] = {}
     residual, delta, grad, above = (torch.randn(N, D) for _ in range(4))
@@ -86,7 +88,7 @@ def main() -> dict[str, float]:
 
 
 def sums(found: dict[str, float]) -> None:
-    """More rows than a program asks for at once, and columns that no power of two divides."""
+    """Use more rows than a program loads at once, and numbers of columns that no power of two divides."""
     for rows, pieces, columns, first in ((2112, 1, 20, 1), (1030, 5, 8, 4), (3, 2, 16, 1)):
         x = torch.randn(rows, pieces, columns)
         truth = [x[:, part].double().sum((0, 1)) for part in (slice(first), slice(first, None))]
@@ -133,7 +135,7 @@ def gated(found: dict[str, float]) -> None:
 
 
 def every_tile(found: dict[str, float]) -> None:
-    """The number of bytes that differ from those with the first tile."""
+    """Return the number of bytes that differ from those with the first tile."""
     x_ND, x_NW, grad_NF = torch.randn(N, D), torch.randn(N, 2 * F), torch.randn(N, F)
     scales = (torch.rand(N) + 10, torch.rand(D) + 10)
 
@@ -184,7 +186,7 @@ def losses(found: dict[str, float]) -> None:
             found[f"loss of three tokens of {entries}, cap {cap}"] = error(ours, truth_later)
             only = cross_entropy_triton.chunk_loss(logits.clone(), *arguments)
             found[f"loss alone of {entries}, cap {cap}"] = error(only, truth[0])
-    # Logits so far below zero that 1 + 2 z_loss lse, the factor of the probabilities, is zero, or less.
+    # Logits so far below zero that 1 + 2 z_loss lse, the factor of the probabilities, is zero or negative.
     for z_loss in (0.0, 0.5, 1.0):
         for cap in (None, 5.0):
             logits = torch.randn(9, 5) - torch.arange(9.0)[:, None]
@@ -195,7 +197,7 @@ def losses(found: dict[str, float]) -> None:
 
 
 def embeddings(found: dict[str, float]) -> None:
-    """Runs of equal tokens within a piece, over its end, over many pieces, and one for each token."""
+    """Use runs of equal tokens within a piece, across its end and over many pieces, and one run per token."""
     piece = stored_weights_triton.PIECE
     for name, tokens in (
         ("uneven", (torch.rand(11 * piece - 4) ** 4 * 50).long()),
@@ -217,7 +219,7 @@ def embeddings(found: dict[str, float]) -> None:
 
 
 def dequantized() -> dict[str, float | None]:
-    """The largest relative error of each shape and dtype; None where a result is not finite."""
+    """Return the largest relative error of each shape and dtype, or None if a result is not finite."""
     found: dict[str, float | None] = {}
     for shape in SHAPES:
         codes, scale = codes_and_scales(*shape)
@@ -231,7 +233,9 @@ def dequantized() -> dict[str, float | None]:
 
 
 def products_of_codes() -> dict[str, float]:
-    """Relative errors, to float64, of products with few rows: whole tiles and not, both kinds of codes."""
+    """Return relative errors, to float64, of products with few rows: whole and
+    partial tiles, and both kinds of codes.
+    """
     torch.manual_seed(0)
     found = {}
     for rows, columns in ((16, 256), (37, 300), (1, 5)):

@@ -1,7 +1,7 @@
 """Triton's interpreter, for kernels on a machine without a GPU.
 
-The interpreter is chosen when a kernel is decorated, for the whole process. So what needs it runs in a process of its
-own: `interpreted` starts it, and this module as a program calls the function there.
+The interpreter is chosen when a kernel is decorated, for the whole process. Code that needs it therefore runs in a
+separate process: `interpreted` starts it, and this module, run as a program, calls the function there.
 """
 
 import json
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def interpreted(module: str, function: str, *arguments: str) -> Any:
-    """Return what a function of a module of tests/kernels returns where kernels are interpreted, by way of JSON."""
+    """Run a function of a module of tests/kernels in a process that interprets kernels, and return its JSON result."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.kernels.interpreter", module, function, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -25,11 +25,11 @@ def interpreted(module: str, function: str, *arguments: str) -> Any:
     return json.loads(done.stdout)
 
 
-def mend() -> None:
-    """Triton 3.6's interpreter takes int() of an array of one number, which numpy 2.4 no longer has.
+def patch_interpreter() -> None:
+    """Patch Triton 3.6's interpreter, which calls int() on an array of one number. numpy 2.4 no longer allows it.
 
-    And at each call of a device function it searches all of triton.language for functions to replace, which were
-    replaced when the kernel was launched.
+    The patch also avoids that each call of a device function searches all of triton.language for functions to
+    replace, although they were replaced when the kernel was launched.
     """
     from triton import language
     from triton.runtime import interpreter
@@ -54,6 +54,6 @@ def mend() -> None:
 
 
 if __name__ == "__main__":
-    mend()
+    patch_interpreter()
     module, function, *given = sys.argv[1:]
     print(json.dumps(getattr(import_module(f"tests.kernels.{module}"), function)(*given)))

@@ -1,6 +1,7 @@
-"""Launches of all kernels but NVFP4's, recorded to be compiled for cards that are not here: see compile_cases.py.
+"""Launches of all kernels except NVFP4's, recorded to be compiled for GPUs that
+this machine lacks: see compile_cases.py.
 
-Shapes are those of small and of large models: a row of 5120 channels is where shared memory would first run out.
+Shapes are those of small and of large models. A row of 5120 channels is where shared memory would first run out.
 """
 
 from collections.abc import Callable, Iterator
@@ -132,7 +133,7 @@ def _gated() -> Iterator[CompileCase]:
 
 
 def _tiles() -> Iterator[CompileCase]:
-    """Every tile that a trial may choose, besides the first of each kernel."""
+    """Return every tile that a trial may choose, except the first of each kernel."""
     x, grad = _new(N, 4096), _new(N, 2048)
     launches: dict[str, tuple[Callable[..., object], tuple[object, ...]]] = {
         "gated": (launch.gated, (x, "silu", True)),
@@ -152,7 +153,9 @@ def _tiles() -> Iterator[CompileCase]:
 
 
 def _experts() -> Iterator[CompileCase]:
-    """Eight experts of a model with 3 billion parameters, and 128 of which each token chooses 8."""
+    """Return cases with eight experts of a model with 3 billion parameters, and
+    with 128 of which each token chooses 8.
+    """
     for E, k, D, F in ((8, 2, 2048, 2176), (128, 8, 768, 256)):
         logits, how = _new(N, E), f"{k} of {E}"
         experts, slots, tokens, ends = (
@@ -189,7 +192,9 @@ def _experts() -> Iterator[CompileCase]:
 
 
 def _expert_casts() -> Iterator[CompileCase]:
-    """Casts to FP8 of tokens, sorted rows, gates and weights, of a model with 3 billion parameters and of others."""
+    """Return casts to FP8 of tokens, sorted rows, gates and weights, for a model
+    with 3 billion parameters and others.
+    """
     for D, F in ((2048, 2176), (5120, 5120), (4096, 14336)):
         x, rows, tokens = _new(N, D), _new(2 * N, D), _new(2 * N, dtype=torch.int32)
         yield recorded(f"cast rows {D}", WITH_FP8, fp8_launch.cast_rows, rows)
@@ -207,7 +212,7 @@ def _expert_casts() -> Iterator[CompileCase]:
 
 
 def _grouped_products() -> Iterator[CompileCase]:
-    """With the tiles of each GPU: of a training step, of a short prompt, of a decoding step, and for thin matrices."""
+    """Return cases with the tiles of each GPU: a training step, a short prompt, a decoding step, and thin matrices."""
     E, D, F = 8, 2048, 2176
     ends, weight = _new(E, dtype=torch.int32), _new(E, 2 * F, D)
     for target in CAPABILITIES:
@@ -228,7 +233,7 @@ def _grouped_products() -> Iterator[CompileCase]:
                 arguments = (_new(tokens, D, dtype=dtype), weight.to(dtype), routing, "silu", True)
                 name = f"gathered and gated {tokens} {str(dtype).removeprefix('torch.')} for {target}"
                 yield recorded(name, (target,), grouped.triton_gathered_gated, *arguments)
-            # A size of 1 is a constant of the kernel: one choice, adapters of rank 1.
+            # A size of 1 is a constant of the kernel, as with one choice or adapters of rank 1.
             for choices, M, K in ((1, 128, D), (4096, 1, D), (4096, D, 1)):
                 thin, ones = _new(E, M, K), (_new(choices, K), _new(choices, M))
                 how = f"{choices} x {M} x {K} for {target}"
@@ -408,7 +413,7 @@ def _decoding() -> Iterator[CompileCase]:
 def _started_early(
     name: str, launch: Callable[..., object], *arguments: object, number: int = 0
 ) -> CompileCase:
-    """The same with programmatic dependent launch, which has instructions from 9.0 on."""
+    """Return a case with programmatic dependent launch, whose instructions exist from 9.0 on."""
     capabilities = tuple(c for c in CAPABILITIES if c >= 90)
     options = {"PDL": True, "launch_pdl": True}
     with mock.patch.object(decode_triton, "launch_options", lambda device, blocks: options):

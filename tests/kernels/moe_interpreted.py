@@ -1,4 +1,4 @@
-"""The kernels of a mixture of experts in Triton's interpreter, beside their torch reference."""
+"""The mixture-of-experts kernels in Triton's interpreter, compared with their torch reference."""
 
 import math
 from dataclasses import fields
@@ -23,8 +23,9 @@ def error(ours: Tensor, truth: Tensor) -> float:
 
 
 def grouped_products(found: dict[str, float]) -> None:
-    """Empty experts at the beginning, in the middle and at the end; groups smaller and larger than a tile; a sum that
-    is and one that is no multiple of a step. Rows of other experts and beyond the tensor are not read."""
+    """Use empty experts at the beginning, in the middle and at the end, groups smaller and larger than a tile, and
+    sums that are and are not a multiple of a step. Rows of other experts and beyond the tensor must not be read.
+    """
     small = TileConfig(32, 32, 16, warps=4, stages=2, descriptors=False, group=2)
     for ends in ((0, 33, 33, 70, 131, 131), (1, 2, 3, 3), (7,), (0, 0, 64)):
         for K, M in ((48, 80), (40, 33)):
@@ -52,7 +53,7 @@ def grouped_products(found: dict[str, float]) -> None:
 
 
 def gathered_gated(found: dict[str, float]) -> None:
-    """The shapes of decoding steps: fewer tokens than experts, and more; rows of padding."""
+    """Use the shapes of decoding steps: fewer tokens than experts, more tokens, and rows of padding."""
     for N, E, k, D, F, align in (
         (1, 8, 2, 128, 96, 1),
         (5, 3, 2, 100, 40, 1),
@@ -68,7 +69,7 @@ def gathered_gated(found: dict[str, float]) -> None:
 
 
 def main() -> dict[str, float]:
-    """The error of each kernel."""
+    """Return the error of each kernel."""
     torch.manual_seed(0)
     launch.ROUTED = 64  # several programs, the last one partly empty
     found: dict[str, float] = {}
@@ -81,7 +82,7 @@ def main() -> dict[str, float]:
         (9, 1, 1, True, 128),
         (66, 16, 8, True, 2),
         (8, 40, 3, True, 2),
-        (4, 5, 2, True, 1),  # in one kernel, as are the next two
+        (4, 5, 2, True, 1),  # in one kernel, like the next two
         (3, 8, 2, False, 16),
         (1, 16, 4, True, 1),
     ):
@@ -122,7 +123,9 @@ def kind(result: Tensor) -> str:
 
 
 def fp8_of_gates() -> dict[str, float]:
-    """The error of gates with results in E4M3: rows of one piece, of two, and shorter than a piece."""
+    """Return the error of gates with results in E4M3, for rows of one piece, of
+    two pieces, and shorter than a piece.
+    """
     torch.manual_seed(0)
     fp8_launch.SMALLEST_BLOCK = 32
     found: dict[str, float] = {}
@@ -145,7 +148,7 @@ def fp8_of_gates() -> dict[str, float]:
 
 
 def fp8() -> dict[str, float]:
-    """The error of each cast to E4M3."""
+    """Return the error of each cast to E4M3."""
     torch.manual_seed(0)
     fp8_launch.AMAX_TILE = fp8_launch.CAST_TILE = (32, 32, 4)  # several tiles, the last ones partly empty
     found: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Matrices to orthogonalize, easy and hard, and the iteration written out in float64."""
+"""Matrices to orthogonalize, easy and hard ones, and the iteration written out in float64."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from deskside.kernels.newton_schulz import SAFETY, Coefficients
 
 
 def matrices(rows: int, columns: int) -> tuple[list[str], Tensor]:
-    """Names, and matrices (names, rows, columns) in bfloat16."""
+    """Return names, and matrices (names, rows, columns) in bfloat16."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -28,7 +28,7 @@ def matrices(rows: int, columns: int) -> tuple[list[str], Tensor]:
 
 
 def exact(x: Tensor, polynomials: Coefficients) -> Tensor:
-    """The iteration in float64."""
+    """Run the iteration in float64."""
     x = x.double()
     x = x / (torch.linalg.matrix_norm(x, keepdim=True) * SAFETY + 1e-12)
     for a, b, c in polynomials:

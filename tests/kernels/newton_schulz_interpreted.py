@@ -8,7 +8,7 @@ from tests.kernels.newton_schulz_cases import exact, matrices
 
 
 def products() -> dict[str, float]:
-    """The relative error of products of even and of ragged sizes, and how much of them is not a mirror image."""
+    """Return the relative error of products of even and uneven sizes, and how far they are from being symmetric."""
     found = {}
     generator = torch.Generator().manual_seed(0)
     for rows, n in ((300, 200), (128, 256), (40, 16)):
@@ -28,7 +28,7 @@ def products() -> dict[str, float]:
 
 
 def deviations() -> dict[str, float]:
-    """The largest deviation of a singular value from that of the same iteration in float64, by matrix."""
+    """Return, by matrix, the largest deviation of a singular value from that of the same iteration in float64."""
     polynomials = coefficients("polar_express", 5)
     names, x = matrices(160, 136)
     values = torch.linalg.svdvals(exact(x, polynomials))

@@ -20,12 +20,12 @@ OPERANDS = {
 }
 WORD = 0xFFFFFFFF
 LAYOUTS = ("nt", "nn", "tn")
-# (L, R, S): even; ragged on every side (rows are divisible by 16 where TMA needs it); a long sum, taken in parts.
+# (L, R, S): even; uneven on every side (rows are divisible by 16 where TMA needs it); a long sum in several parts.
 PRODUCTS = ((64, 128, 64), (112, 80, 48), (32, 64, 1040))
 
 
 def data(kind: str, shape: tuple[int, int], seed: int = 0) -> Tensor:
-    """float32 on the CPU."""
+    """Return float32 data of this kind on the CPU."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     if kind == "outliers":
@@ -46,13 +46,13 @@ def data(kind: str, shape: tuple[int, int], seed: int = 0) -> Tensor:
 
 
 def oriented(left_LS: Tensor, right_RS: Tensor, layout: str) -> tuple[Tensor, Tensor]:
-    """Operands as the layout has them in memory."""
+    """Return the operands in the memory layout of this product."""
     left = left_LS.T.contiguous() if layout == "tn" else left_LS
     return left, right_RS if layout == "nt" else right_RS.T.contiguous()
 
 
 def uniform(shape: tuple[int, int], seed: int) -> Tensor:
-    """The kernels' random numbers in torch, to compare stochastic rounding value by value.
+    """Return the kernels' random numbers, computed in torch, to compare stochastic rounding value by value.
 
     They are what kernels/nvfp4/rounding.py gives to each element of a contiguous matrix, float32 in [0, 1).
     """
@@ -71,5 +71,5 @@ def _mixed(h: Tensor, between: int) -> Tensor:
 
 
 def _times(h: Tensor, factor: int) -> Tensor:
-    """The low 32 bits of a product, in two parts that fit 64 bits."""
+    """Return the low 32 bits of a product, computed in two parts that fit into 64 bits."""
     return (h * (factor & 0xFFFF) + ((h * (factor >> 16) & 0xFFFF) << 16)) & WORD

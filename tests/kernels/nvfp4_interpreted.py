@@ -1,4 +1,4 @@
-"""The NVFP4 kernels in Triton's interpreter, and what differed: see test_nvfp4_kernels.py."""
+"""The NVFP4 kernels in Triton's interpreter, and their differences from the reference: see test_nvfp4_kernels.py."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ SEED = 0x1234_5678_9ABC_DEF0
 
 Case = tuple[str, torch.dtype]
 NARROW: list[Case] = [("gauss", torch.bfloat16), ("outliers", torch.bfloat16), ("grid", torch.float32)]
-# The interpreter reads bfloat16's subnormal numbers wrongly; tests/gpu has them.
+# The interpreter reads bfloat16's subnormals wrongly; tests/gpu covers them.
 WIDE: list[Case] = [
     *NARROW,
     ("lognormal", torch.bfloat16),
@@ -25,7 +25,7 @@ WIDE: list[Case] = [
 
 
 def quantized(name: str, kind: str, along: Along, dtype: torch.dtype) -> dict[str, float]:
-    """How many values, codes and scales differ from the reference with the same noise."""
+    """Return how many values, codes and scales differ from the reference with the same noise."""
     operand = OPERANDS[name]
     x = data(kind, (80, 192) if operand.hadamard < 128 else (128, 256)).to(dtype)
     signs = None
@@ -46,7 +46,7 @@ def quantized(name: str, kind: str, along: Along, dtype: torch.dtype) -> dict[st
 
 
 def by_expert(name: str, along: Along) -> dict[str, float]:
-    """How much differs from the reference if each expert's rows are quantised by themselves."""
+    """Return the differences from the reference if each expert's rows are quantized separately."""
     operand, ends = OPERANDS[name], [128, 384, 512]
     x = torch.cat([data("gauss", (n, 128)) * factor for n, factor in ((128, 1.0), (256, 1e-6), (128, 1e4))])
     x[500:] = 0.0  # padding
@@ -82,7 +82,7 @@ def differing(a: Tensor, b: Tensor) -> int:
 
 
 def product(layout: matmul.Layout, sizes: tuple[int, int, int], descriptors: bool) -> dict[str, float]:
-    """Largest error, relative to the largest result, of the BF16 product in float32, and in how many parts it ran."""
+    """Return the error of the BF16 product in float32, relative to the largest result, and the number of its parts."""
     tiles = matmul.TileConfig(32, 64, 32, warps=4, stages=1, descriptors=descriptors, group=2)
     matmul._card = lambda device: (tiles, 4)  # type: ignore[assignment]
     L, R, S = sizes
@@ -100,7 +100,7 @@ def product(layout: matmul.Layout, sizes: tuple[int, int, int], descriptors: boo
 
 
 def main(kinds: str) -> dict[str, dict[str, float]]:
-    """How much differs in each case, of "some kinds" or of "every kind" of tensor."""
+    """Return the differences in each case, for "some kinds" or "every kind" of tensor."""
     narrow, wide = (NARROW, WIDE) if kinds == "every kind" else (NARROW[:2], NARROW)
     found: dict[str, dict[str, float]] = {}
     for name in OPERANDS:

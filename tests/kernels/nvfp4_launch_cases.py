@@ -1,4 +1,4 @@
-"""Launches of the NVFP4 and MXFP8 kernels, to be compiled for GPUs that are not here: see compile_cases.py."""
+"""Launches of the NVFP4 and MXFP8 kernels, to be compiled for GPUs that this machine lacks: see compile_cases.py."""
 
 import torch
 import triton.language as tl
@@ -86,7 +86,7 @@ def _amax_case(name: str, hadamard: int, along: Along, experts: int = 0) -> Comp
 
 _PLAIN = Operand("nvfp4", "1x16")
 _EDEN = Operand("nvfp4", "1x16", hadamard=128, fresh_signs=True, rounding="eden")
-# One of each operand that the recipes of config/recipes.py name, and the packed layouts.
+# One case for each operand in the recipes of config/recipes.py, and for the packed layouts.
 QUANTIZE = (
     _amax_case("nvfp4 amax", 0, "columns"),
     _amax_case("nvfp4 amax, Hadamard 16", 16, "rows"),

@@ -1,4 +1,4 @@
-"""Inputs of the optimisers' kernels, for the tests and for the process that runs Triton's interpreter."""
+"""Inputs of the optimizer kernels, for the tests and for the process that runs Triton's interpreter."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ EXPERTS, ROWS, COLUMNS = 2, 70, 130  # no multiples of a tile
 
 
 def zeros(n: int, dtype: torch.dtype | str) -> dict[str, Tensor]:
-    """AdamW's states at the start."""
+    """Return AdamW's initial states."""
     if isinstance(dtype, str):
         codes, blocks = adamw_4bit.num_bytes(n), adamw_4bit.num_blocks(n)
         return {
@@ -44,18 +44,20 @@ def zeros(n: int, dtype: torch.dtype | str) -> dict[str, Tensor]:
 
 
 def gradient(n: int, seed: int, spread: float = 3.0) -> Tensor:
-    """Gaussian times ten to the power of up to -spread, shuffled: as uneven as real gradients."""
+    """Return Gaussian values times ten to the power of up to -spread, shuffled, so
+    that they are as uneven as real gradients.
+    """
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.logspace(-spread, 0, n)[torch.randperm(n, generator=torch.Generator().manual_seed(99))]
     return torch.randn(n, generator=generator) * sizes
 
 
 def random(seed: int, two: bool = False) -> Tensor:
-    """One slice of Muon's weights per expert; `two` of them above each other."""
+    """Return one slice of Muon's weights per expert, or `two` of them stacked."""
     shape = (EXPERTS, 2 * ROWS if two else ROWS, COLUMNS)
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def stack(turned: bool) -> Tensor:
-    """Where a slice lies in a stack: as it is, or turned."""
+    """Return an empty stack, whose slices are stored as they are or transposed."""
     return torch.zeros(EXPERTS, COLUMNS, ROWS).mT if turned else torch.zeros(EXPERTS, ROWS, COLUMNS)

@@ -1,4 +1,4 @@
-"""The optimisers' kernels in Triton's interpreter beside the torch reference."""
+"""The optimizer kernels in Triton's interpreter, compared with the torch reference."""
 
 from dataclasses import replace
 
@@ -25,18 +25,18 @@ from tests.kernels.optimizer_cases import (
 
 
 def largest(a: Tensor, b: Tensor) -> float:
-    """Of the differences; infinity where one is not finite."""
+    """Return the largest absolute difference, or infinity if one is not finite."""
     away = (a.float() - b.float()).abs()
     return float(away.max()) if bool(away.isfinite().all()) else float("inf")
 
 
 def share(a: Tensor, b: Tensor) -> float:
-    """Of the elements that differ."""
+    """Return the share of elements that differ."""
     return float((a != b).double().mean())
 
 
 def muons() -> dict[str, float]:
-    """The largest differences from the reference; "kept" is how much a skipped step changed."""
+    """Return the largest differences from the reference. "kept" is how much a skipped step changed."""
     found = {}
     for momentum_dtype in (torch.float32, torch.bfloat16):
         for skip in (0.0, 1.0):
@@ -54,7 +54,9 @@ def muons() -> dict[str, float]:
 
 
 def muon_rows(fused: bool) -> tuple[Tensor, ...]:
-    """Row sums and weights of an update with row factors. The second slice is transposed and has fewer experts."""
+    """Return row sums and weights of an update with row factors. The second slice
+    is transposed and has fewer experts.
+    """
     p = [random(1), random(2)[:1].mT.contiguous()]
     x = random(3, two=True)[:, :ROWS], random(4)[:1].mT
     updates = [
@@ -63,7 +65,7 @@ def muon_rows(fused: bool) -> tuple[Tensor, ...]:
     ]
     tables = [muon.PointerTable() if fused else None for _ in range(2)]
     sums = muon.row_sums(updates, tables[0])
-    # The factors are those of the reference, so that `apply` alone is compared. Sums are up to 1,000.
+    # The factors are the reference's, so that only `apply` is compared. Sums are up to 1,000.
     factors = row_factors(muon.row_sums(updates), 0.1, 0.9, 0.5)
     own = [f[:, : u.p.shape[0], : u.p.shape[1]] for u, f in zip(updates, factors, strict=True)]
     updates = [replace(u, row_factors=f) for u, f in zip(updates, own, strict=True)]
@@ -72,9 +74,10 @@ def muon_rows(fused: bool) -> tuple[Tensor, ...]:
 
 
 def muon_step(momentum_dtype: torch.dtype, skip: float, fused: bool | None) -> tuple[Tensor, ...]:
-    """Momentum, weights, directions and their sums of squares. `fused` None: before the step.
+    """Return momentum, weights, directions and their sums of squares. If `fused`
+    is None, return those before the step.
 
-    Two slices in a stack: one as it is, the lower half of a fused weight, and a transposed one with fewer experts.
+    The stack has two slices: the lower half of a fused weight, and a transposed one with fewer experts.
     """
     g = [random(1), random(4)[:1].mT.contiguous()]
     m = [random(2).to(momentum_dtype), random(3)[:1].mT.contiguous().to(momentum_dtype)]
@@ -90,7 +93,7 @@ def muon_step(momentum_dtype: torch.dtype, skip: float, fused: bool | None) -> t
         tables = [muon.PointerTable() if fused else None for _ in range(2)]
         directions = [muon.Direction(*tensors) for tensors in zip(g, m, places, strict=True)]
         squares = muon.look_ahead(directions, 0.9, True, stop, clip, tables[0])
-        if squares is not None:  # rows of the experts that the second slice does not have are zero
+        if squares is not None:  # rows of the experts that the second slice lacks are zero
             sums = torch.stack([place[0].square().sum() for place in places])
             assert torch.allclose(squares.view(2, EXPERTS)[:, 0], sums, rtol=1e-5)
             assert squares[-1] == 0
@@ -101,8 +104,9 @@ def muon_step(momentum_dtype: torch.dtype, skip: float, fused: bool | None) -> t
 
 
 def adamws() -> dict[str, dict[str, float]]:
-    """For each format of states: largest difference of the weights; of each state the largest difference of codes and
-    the share of codes that differ, or the relative error; how many numbers a skipped step changed."""
+    """Return, for each format of states: the largest difference of the weights; for each state the largest difference
+    of codes and the share of codes that differ, or the relative error; and how many numbers a skipped step changed.
+    """
     found = {}
     for dtype, rule in [(dtype, RULE) for dtype in FORMATS] + [(torch.float32, CAUTIOUS)]:
         n = 17 * BLOCK + 3
@@ -136,7 +140,9 @@ def adamws() -> dict[str, dict[str, float]]:
 
 
 def rounded() -> dict[str, float]:
-    """The share that differs from the reference in any bit, of weights and sums that are rounded to bfloat16."""
+    """Return the share of bitwise differences from the reference, for weights and
+    sums that are rounded to bfloat16.
+    """
     seed, n = rounding_seed("a.weight", 7), 5 * BLOCK + 3
     found = {}
     total = gradient(n, 1).bfloat16()

@@ -1,4 +1,6 @@
-"""The prefill kernel in Triton's interpreter beside attention in float64, and an engine whose prompts go through it."""
+"""The prefill kernel in Triton's interpreter compared with attention in
+float64, and an engine that uses it for prompts.
+"""
 
 from unittest import mock
 
@@ -12,12 +14,12 @@ from deskside.kernels.attention import PLAIN, AttentionContext
 from tests.engine.test_generate import make, plain
 from tests.kernels.decode_interpreted import NEW_TOKENS, SMALL_MODEL, error
 
-# Older tokens and new ones of each row: none of either, ends of pages and tiles on both sides of a boundary.
+# Cached and new tokens of each row: none of either, and ends of pages and tiles on both sides of a boundary.
 ROWS = ((0, 70), (0, 0), (5, 1), (64, 64), (100, 40), (0, 1), (31, 33), (200, 2))
 
 
 def attention(found: dict[str, float]) -> None:
-    """Pages in any order; noise where nothing may be read; padding behind the last row and rows without tokens."""
+    """Use pages in any order, NaN where nothing may be read, padding after the last row, and rows without tokens."""
     for H, K, C, size, options, padding in (
         (4, 2, 16, 16, PLAIN, 0),
         (6, 2, 24, 32, AttentionContext(softcap=1.5, scale=0.5), 13),
@@ -26,7 +28,7 @@ def attention(found: dict[str, float]) -> None:
         (3, 1, 16, 16, AttentionContext(window=5), 0),
         (5, 1, 16, 16, PLAIN, 7),
     ):
-        lengths, counts = torch.tensor(ROWS).unbind(1)  # strided, as the engine's
+        lengths, counts = torch.tensor(ROWS).unbind(1)  # strided, like the engine's
         cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)))
         N, L, width = int(cu_seqlens[-1]) + padding, len(ROWS), -(-300 // size)
         table = torch.randperm(L * width + 3)[: L * width].view(L, width)
@@ -48,7 +50,7 @@ def attention(found: dict[str, float]) -> None:
 
 
 def engine(found: dict[str, float]) -> None:
-    """How many tokens are unlike the uncached loop's, with and without drafts, as on a GPU with padded passes."""
+    """Count tokens that differ from the uncached loop's, with and without drafts, as on a GPU with padded passes."""
     model = make(**SMALL_MODEL)
     prompts = [[5, 17, 3], [88, 4, 4, 61, 30, 2], list(range(20)), list(range(11))]
     with (
@@ -70,7 +72,7 @@ def engine(found: dict[str, float]) -> None:
 
 
 def main() -> dict[str, float]:
-    """The error of each case."""
+    """Return the error of each case."""
     torch.manual_seed(0)
     found: dict[str, float] = {}
     attention(found)

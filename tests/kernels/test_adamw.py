@@ -1,5 +1,6 @@
-"""The 8-bit map against bitsandbytes and brute force, the update against torch's AdamW and bitsandbytes' 8-bit one, and
-the Triton kernel, in the interpreter, against the reference."""
+"""The 8-bit map against bitsandbytes and brute force, the update against torch's AdamW and bitsandbytes' 8-bit AdamW,
+and the interpreted Triton kernel against the reference.
+"""
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def test_the_map_is_bitsandbytes(signed: bool) -> None:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_codes_are_the_nearest(signed: bool) -> None:
-    """Against brute force in float64, and never worse than bitsandbytes, whose CPU tables are coarse near zero."""
+    """Compared with brute force in float64. Never worse than bitsandbytes, whose CPU tables are coarse near zero."""
     functional = pytest.importorskip("bitsandbytes.functional")
     x = gradient(40 * BLOCK + 77, 1, spread=6)
     x = x if signed else x.square()
@@ -70,14 +71,16 @@ def test_blocks_of_zeros_and_of_denormals_stay_finite() -> None:
 def test_the_4_bit_map_is_bitsandbytes() -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     theirs = functional.create_dynamic_map(True, total_bits=4)
-    theirs = theirs[theirs.nonzero().flatten()]  # filled up with zeros to 256 values
+    theirs = theirs[theirs.nonzero().flatten()]  # padded with zeros to 256 values
     expected = torch.cat((theirs, torch.zeros(1))).sort().values
     torch.testing.assert_close(adamw_4bit.first_map(), expected, atol=0, rtol=2e-7)
 
 
 @pytest.mark.parametrize("n", [128, 129, 40 * 128 + 77])
 def test_4_bit_codes_are_the_nearest(n: int) -> None:
-    """Against brute force in float64; a second moment has sixteenths of its block's largest value, without zero."""
+    """Compared with brute force in float64. A second moment has sixteenths of its
+    block's largest value, without zero.
+    """
     x = gradient(n, 1)
     for values, packed, largest, decoded in (
         (adamw_4bit.first_map(), *adamw_4bit.quantize_first(x), adamw_4bit.dequantize_first),
@@ -111,13 +114,15 @@ def test_the_update_is_near_torch_adamw(dtype: torch.dtype | str) -> None:
         adamw_update(ours, g, state, torch.tensor(float(step)), torch.tensor(0.0), RULE, fused=False)
     moved = oracle.detach() - start
     error = float((ours - oracle.detach()).norm() / moved.norm())
-    # 0.2 % is bfloat16's rounding of each moment; 8 bits round values of the lower decades by more.
+    # 0.2 % is bfloat16's rounding of each moment. 8 bits round values of the lower decades more coarsely.
     assert error < {torch.float32: 1e-6, torch.bfloat16: 0.01, torch.uint8: 0.15, FOUR_BITS: 0.6}[dtype]
     assert error > {torch.float32: -1, torch.bfloat16: 1e-4, torch.uint8: 1e-3, FOUR_BITS: 1e-2}[dtype]
 
 
 def test_the_update_is_bitsandbytes_8_bit_adam() -> None:
-    """Their optimiser on the CPU, at gradients whose blocks stay in the upper decades, where their tables are exact."""
+    """Compared with their optimizer on the CPU, at gradients whose blocks stay in the
+    upper decades, where their tables are exact.
+    """
     functional = pytest.importorskip("bitsandbytes.functional")
     n = 8 * BLOCK
     ours = gradient(n, 0, spread=0)
@@ -176,15 +181,15 @@ def interpreted_kernel() -> dict[str, dict[str, float]]:
 def test_the_kernel_equals_the_reference(
     dtype: torch.dtype | str, interpreted_kernel: dict[str, dict[str, float]]
 ) -> None:
-    """And leaves every bit where a step is skipped."""
+    """A skipped step changes no bit."""
     found = interpreted_kernel[str(dtype)]
     assert found.pop("changed by a skipped step") == 0
-    # The interpreter cuts bfloat16 off where hardware rounds: a bit of 8.
+    # The interpreter truncates bfloat16 where hardware rounds: one bit of 8.
     half = dtype == torch.bfloat16
     assert found.pop("weights") < (1e-3 if half else 1e-6)
     assert len(found) == (6 if dtype in (torch.uint8, FOUR_BITS) else 2)
     for key, value in found.items():
-        if key.endswith("codes"):  # a value on the border of two cells may take either
+        if key.endswith("codes"):  # a value on the border of two cells may be assigned to either
             assert value <= 1, key
         elif key.endswith("share"):
             assert value < 1e-3, key

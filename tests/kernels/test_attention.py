@@ -1,4 +1,4 @@
-"""Attention backends against brute force in float64: one softmax over an explicit mask."""
+"""Attention backends compared with brute force in float64: one softmax over an explicit mask."""
 
 import importlib
 import math
@@ -66,7 +66,7 @@ def tensors(
 
 
 def cut(T: int, rows: list[list[int]], pad: int = 2) -> Tensor:
-    """cu_seqlens of rows given as document lengths."""
+    """Return cu_seqlens of rows given as document lengths."""
     ends = [0]
     for lengths in rows:
         assert sum(lengths) == T
@@ -122,7 +122,7 @@ def test_cpu_backends_equal_brute_force(
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_equals_brute_force(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager FlexAttention follows the same mask; its block mask is built from window and documents."""
+    """Eager FlexAttention follows the same mask. Its block mask is built from window and documents."""
     from torch.nn.attention.flex_attention import flex_attention
 
     from deskside.kernels.attention import flex
@@ -158,7 +158,7 @@ def test_on_a_gpu_block_masks_come_from_the_compiled_function(monkeypatch: pytes
     for case in ("window", "documents"):
         flex.block_mask(AttentionContext(**CASES[case]), 2, 11, torch.device("cuda"))
         flex.block_mask(AttentionContext(**CASES[case]), 2, 11, torch.device("cpu"))
-    flex._plain_block_mask.cache_clear()  # holds a mask for cuda that lies on the CPU
+    flex._plain_block_mask.cache_clear()  # holds a mask for cuda that is on the CPU
     assert asked == [(None, None, 11, 11, "cuda"), (2, None, 11, 11, "cuda")]
 
 
@@ -198,7 +198,7 @@ def test_document_ids_and_positions(lengths: list[list[int]]) -> None:
 @pytest.mark.parametrize("softcap", [None, 0.9])
 @pytest.mark.parametrize("window", [None, 3])
 def test_decode_equals_training_attention(window: int | None, softcap: float | None) -> None:
-    """Rows of different lengths; what lies beyond a row's length in the cache is noise."""
+    """Rows have different lengths, and the cache contains noise beyond a row's length."""
     q, k, v = tensors(2, 9, 4, 2, 8)
     noise = torch.full_like(k[:, :4], 1e9)
     cache_k, cache_v = torch.cat((k, noise), 1), torch.cat((v, noise), 1)
@@ -247,7 +247,7 @@ def test_choose_records_times_errors_and_reasons() -> None:
 
 @pytest.mark.parametrize("name", ["chunked", "leaks"])
 def test_choose_compares_a_part_of_a_large_problem(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fewer rows, heads and tokens are compared, and a fault within them is seen."""
+    """Fewer rows, heads and tokens are compared, and a fault within them is found."""
     choosing = importlib.import_module("deskside.kernels.attention.choose")
     monkeypatch.setattr(choosing, "CHECK_SCORES", 2 * 4 * 512**2)
     large = need(batch=3, heads=12, kv_heads=6, tokens=1024, window=100, documents=True)

@@ -1,4 +1,4 @@
-"""The attention benchmark counts what is visible, and runs on a CPU as on a GPU."""
+"""The attention benchmark counts the visible pairs, and also runs on a CPU."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Attention outside of autograd against autograd in float64, and torch's GPU kernels by shape and stride alone."""
+"""Attention without autograd compared with autograd in float64, and torch's GPU kernels by shape and stride only."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,7 +28,7 @@ HEADS, KV, DIM = 4, 2, 8
 
 
 def fused_views(rows: int, tokens: int, **options: Any) -> list[Tensor]:
-    """q, k and v as views of one projection, as a block hands them over."""
+    """Return q, k and v as views of one projection, as a block passes them."""
     fused_BTX = torch.empty(rows, tokens, (HEADS + 2 * KV) * DIM, **options)
     if not fused_BTX.is_meta:
         fused_BTX.normal_(generator=torch.Generator().manual_seed(1))
@@ -52,7 +52,7 @@ def test_equals_autograd(name: str, case: str, monkeypatch: pytest.MonkeyPatch) 
     grad = torch.randn_like(exact)
 
     class Half(torch.autograd.Function):
-        """Written as a block's half is: grad mode is off in both of its methods."""
+        """Written like half of a block: grad mode is off in both of its methods."""
 
         @staticmethod
         def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def test_a_second_backward_is_refused() -> None:
     ],
 )
 def test_cuda_pairs_fit_torchs_signatures_and_copy_nothing(name: str, changes: dict[str, Any]) -> None:
-    """On the meta device: this torch takes the arguments, and the strided inputs reach the kernel as they are."""
+    """On the meta device: this torch accepts the arguments, and the strided inputs reach the kernel without a copy."""
     q, k, v = fused_views(2, 128, dtype=torch.bfloat16, device="meta")
     if "cu_seqlens" in changes:
         changes = {**changes, "cu_seqlens": changes["cu_seqlens"].to("meta")}
@@ -120,7 +120,7 @@ def test_the_windowed_flash_kernel_is_differentiable() -> None:
 
 @pytest.fixture
 def zero_gradient() -> Iterator[str]:
-    """A backend that is right under autograd and whose pair has a query gradient of zeros."""
+    """A backend that is correct under autograd, but whose explicit backward returns a query gradient of zeros."""
     exact = BACKENDS["reference"]
 
     def backward(kept: Any, grad: Tensor, context: AttentionContext) -> tuple[Tensor, Tensor, Tensor]:

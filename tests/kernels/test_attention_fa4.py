@@ -1,4 +1,4 @@
-"""The FlashAttention-4 backend around kernels of plain torch, which stand for the package's on a machine without it."""
+"""The FlashAttention-4 backend with kernels of plain torch, which replace the package's on a machine without a GPU."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,7 +23,7 @@ from tests.kernels.test_attention import CASES, brute_force, cut, tensors
 
 
 class Refusal(Exception):
-    """Stands for the errors of the package's compiler."""
+    """Stands in for the errors of the package's compiler."""
 
 
 def scores(
@@ -35,7 +35,7 @@ def scores(
     right: int | None,
     cu: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Scores (B, H, T, L) of one batch, and what is masked, by the package's own rules for its arguments."""
+    """Return scores (B, H, T, L) of one batch, and the mask, by the package's own rules for its arguments."""
     B, T, H, C = q.shape
     keys = k.repeat_interleave(H // k.shape[2], dim=2)
     s = torch.einsum("bthc,blhc->bhtl", q, keys) * (C**-0.5 if scale is None else scale)
@@ -67,7 +67,7 @@ def kernel_forward(
     window_size_right: int | None = None,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor, None, None, None]:
-    """The package's signature, of the arguments that matter; one ragged row is (N, H, C)."""
+    """The package's signature, with the arguments that matter. One ragged row is (N, H, C)."""
     assert return_lse and (cu_seqlens_q is None) == (q.ndim == 4) and cu_seqlens_q is cu_seqlens_k
     if cu_seqlens_q is not None:
         lengths = cu_seqlens_q.diff()
@@ -103,7 +103,7 @@ def kernel_backward(
     dk: Tensor | None = None,
     dv: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Writes into dq, dk, dv; uses the softmax's sums of the forward, so that wrong ones show."""
+    """Writes into dq, dk and dv. It uses the forward's softmax sums, so that wrong ones are noticed."""
     assert dq is not None and dk is not None and dv is not None
     rows = [x if cu_seqlens_q is None else x[None] for x in (q, k, v, out, dout)]
     q4, k4, v4, out4, dout4 = rows
@@ -138,7 +138,7 @@ PLAIN_CASES = [name for name in CASES if not name.startswith(("capped", "sinks")
 @pytest.mark.parametrize("case", [*PLAIN_CASES, "short documents"])
 @pytest.mark.parametrize("way", ["eager", "compiled", "pair"])
 def test_equals_brute_force(kernels: None, case: str, way: str) -> None:
-    """Output and three gradients; compiled as one graph; the softmax's sums come in float32, hence the tolerance."""
+    """Output and three gradients, also compiled as one graph. The softmax sums are in float32, hence the tolerance."""
     cases = {**CASES, "short documents": {"cu_seqlens": cut(11, [[4, 7], [5, 6]]), "max_seqlen": 7}}
     context = AttentionContext(backend="fa4", **cases[case])
     inputs = tensors(2, 11, 4, 2, 8)
@@ -163,7 +163,7 @@ def test_equals_brute_force(kernels: None, case: str, way: str) -> None:
 
 @pytest.mark.parametrize("case", ["window", "both"])
 def test_torch_finds_the_operators_sound(kernels: None, case: str) -> None:
-    """Schema, fake shapes and derivative by torch's own check, with inputs that are views of one projection."""
+    """torch checks the schema, fake shapes and derivative itself, with inputs that are views of one projection."""
     fused = torch.randn(2, 11, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     leaves = [part.unflatten(-1, (-1, 8)).requires_grad_() for part in fused.split((32, 16, 16), dim=-1)]
     options = {"cu_seqlens": None, "window": None, **CASES[case]}

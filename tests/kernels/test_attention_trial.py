@@ -1,4 +1,6 @@
-"""How the trial of attention backends times them: on a made-up device, by a made-up clock, so that no load counts."""
+"""Timing in the trial of attention backends, on a fake device with a fake clock,
+so that the machine's load has no effect.
+"""
 
 import importlib
 import time
@@ -19,14 +21,14 @@ choosing = importlib.import_module("deskside.kernels.attention.choose")
 
 
 class Device:
-    """Work that is done in the order in which it was launched, seen by one host. Seconds."""
+    """A device that runs work in the order of its launches, seen by one host. Times are in seconds."""
 
     def __init__(self) -> None:
         self.now = self.free_at = 0.0
         self.runs = 0
 
     def launch(self, host: float, work: float) -> None:
-        """Launching costs the host `host`, and after that the device `work`."""
+        """Launch work, which costs the host `host` seconds and then the device `work` seconds."""
         self.now += host
         self.free_at = max(self.free_at, self.now) + work
 
@@ -35,7 +37,7 @@ class Device:
         return Event(self)
 
     def backend(self, host: float, work: float) -> AttentionBackend:
-        """A backend whose forward and backward each cost this, in hand-written gradients; it has no other way."""
+        """Return a backend with hand-written gradients only, whose forward and backward each cost this much."""
 
         def forward(*inputs: Any) -> tuple[Any, tuple[Any, ...]]:
             self.runs += 1
@@ -55,7 +57,7 @@ class Device:
 
 
 class Event:
-    """As much of `torch.cuda.Event` as is asked."""
+    """The part of `torch.cuda.Event` that the trial uses."""
 
     def __init__(self, device: Device):
         self.device, self.seconds = device, -1.0

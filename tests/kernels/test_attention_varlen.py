@@ -1,4 +1,6 @@
-"""The ragged backend around torch's function, whose kernel only a GPU has: what it asks of it, also when compiled."""
+"""The ragged backend around torch's function, whose kernel needs a GPU: its
+calls of that function, also when compiled.
+"""
 
 import warnings
 from collections.abc import Callable
@@ -29,12 +31,12 @@ def older(
     scale: float | None = None,
     window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
-    """Nothing of attention, but every argument counts."""
+    """An older varlen_attn: computes no attention, but every argument affects the result."""
     return q * cu_q.sum() + max_k + window_size[0]
 
 
 def newer(q: Tensor, k: Tensor, *rest: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
-    """The same, but grouped heads have to be named."""
+    """A newer varlen_attn, which requires that grouped heads are declared."""
     assert q.shape[1] == k.shape[1] or enable_gqa
     return older(q, k, *rest, **options)
 

@@ -1,4 +1,6 @@
-"""The kept choice of an attention backend is found again, and a longer run adds the candidates it is worth trying."""
+"""The cached choice of an attention backend is reused, and a longer run adds
+the candidates that became worth trying.
+"""
 
 import importlib
 import time
@@ -26,7 +28,7 @@ PASS_SECONDS = {"quick": 0.02, "compiled": 0.01, "slower to compile": 0.005}
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Calls of two correct backends by a made-up clock; "compiled" is twice as fast but takes long to start."""
+    """Count calls of two correct backends on a fake clock. "compiled" is twice as fast but takes long to start."""
     counted: Counter[str] = Counter()
     now = 0.0
 
@@ -93,7 +95,7 @@ def test_a_candidate_that_cannot_pay_for_its_start_is_tried_by_a_longer_run(
 
 
 def test_what_is_still_left_out_is_not_forgotten(calls: Counter[str], tmp_path: Path) -> None:
-    """Each run is a little longer than the one before."""
+    """Each run is slightly longer than the one before."""
     cache, found = TrialCache(tmp_path), []
     for use in (SHORT, Use(520, 1e18), Use(2000, 1e18)):
         choice, source = choose_cached(need(), cache, tuple(START_SECONDS), use)
@@ -110,7 +112,7 @@ def test_what_is_still_left_out_is_not_forgotten(calls: Counter[str], tmp_path: 
 def test_a_candidate_that_ran_out_of_memory_is_tried_again(
     calls: Counter[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other programs may have had the memory, which a kept choice must not remember for ever."""
+    """Other programs may have used the memory, so the cached choice must not exclude the candidate for ever."""
     fast = BACKENDS["compiled"]
 
     def full(*given: object) -> Tensor:

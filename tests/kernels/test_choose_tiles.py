@@ -1,4 +1,4 @@
-"""The trial of tiles on a made-up device: what is tried, what is chosen, and what is kept."""
+"""The trial of tiles on a fake device: which tiles are tried, chosen and cached."""
 
 import contextlib
 import time
@@ -27,7 +27,9 @@ TRAFFIC = 1000  # bytes, a microsecond
 
 
 class Card:
-    """Seconds of a launch with each tile; wrong: tiles with other bits; impossible: tiles that do not run."""
+    """A device with the seconds of a launch for each tile. wrong: tiles with other
+    bits. impossible: tiles that do not run.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: dict[Tile, float]):
         self.seconds, self.launches = seconds, Counter[Tile]()
@@ -58,7 +60,7 @@ MICROSECONDS = {FIRST: 2e-6, SECOND: 1.5e-6, THIRD: 1.2e-6, FOURTH: 1.1e-6}
 
 def chosen(card: Card, passes: float = 1e9) -> tuple[Tile, bool]:
     choices, complete = choose(card.problems, BANDWIDTH, passes, CPU)
-    assert choices.keys() == {KERNEL} and tile_of(KERNEL) == FIRST  # trying changes nothing
+    assert choices.keys() == {KERNEL} and tile_of(KERNEL) == FIRST  # trying tiles changes nothing
     return Tile(*choices[KERNEL]["tile"]), complete
 
 
@@ -79,7 +81,7 @@ def test_a_tie_keeps_the_first_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     ("first", "passes", "complete"),
     [
         (1.09e-6, 1e9, True),  # close to the memory traffic
-        (2e-6, 1.9e6, False),  # could save 1.9 s, and compiling takes 2
+        (2e-6, 1.9e6, False),  # could save 1.9 s, but compiling takes 2
     ],
 )
 def test_what_cannot_pay_is_not_tried(
@@ -91,7 +93,7 @@ def test_what_cannot_pay_is_not_tried(
 
 
 def test_slow_compilation_takes_no_time_from_the_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise the tiles that were compiled would not be tried, and the first would be kept for later runs."""
+    """Otherwise the compiled tiles would not be tried, and the first would be cached for later runs."""
     now = 0.0
 
     @contextlib.contextmanager
@@ -132,7 +134,7 @@ def test_chosen_tiles_are_used() -> None:
 
 @pytest.mark.parametrize("scaling", ["none", "delayed", "tensor", "row"])
 def test_every_recipe_has_the_launches_of_its_kernels(scaling: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launches as they are made on a card, with the kernels left out; and their traffic, counted by hand."""
+    """The launches equal those on a GPU, with the kernels left out, and their traffic is counted by hand."""
     from triton.runtime.jit import JITFunction
 
     launched: list[str] = []
@@ -153,7 +155,7 @@ def test_every_recipe_has_the_launches_of_its_kernels(scaling: str, monkeypatch:
         "row": {"gated", "gated_backward", "row_col_amax", "cast_both"},
     }
     assert problems.keys() == expected[scaling]
-    # Reads gate and up, writes the product; and the same with a gradient, and two written.
+    # Reads gate and up and writes the product; with a gradient, it reads three and writes two.
     if scaling == "none":
         assert problems["gated"].traffic == 64 * 48 * 2 * 3
         assert problems["gated_backward"].traffic == 64 * 48 * 2 * 5

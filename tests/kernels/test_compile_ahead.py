@@ -1,4 +1,4 @@
-"""Kernels are compiled in threads without being launched, by Triton's own compiler for a card that is not here."""
+"""Kernels are compiled in threads without a launch, by Triton's own compiler for a GPU that this machine lacks."""
 
 import threading
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ CUDA = torch.device("cuda", 0)
 
 
 class FakeDriver:
-    """As much of Triton's driver as a launch asks for: the card is an H100, and launches are only counted."""
+    """The part of Triton's driver that a launch uses. The GPU is an H100, and launches are only counted."""
 
     def __init__(self) -> None:
         self.launched: list[str] = []
@@ -150,6 +150,6 @@ def test_compilations_are_counted(driver: FakeDriver, monkeypatch: pytest.Monkey
     computation()
     assert (counts.compiled, counts.loaded) == (3, 0) and counts.seconds > 0
     for kernel in (triton_norm.add_norm, triton_gated.gated, triton_gated.gated_fp8):
-        kernel.device_caches.pop(DEVICE)  # as in another process, which has Triton's files
+        kernel.device_caches.pop(DEVICE)  # as in another process, which finds Triton's files
     computation()
     assert (counts.compiled, counts.loaded) == (3, 3)

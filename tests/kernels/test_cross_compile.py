@@ -1,4 +1,6 @@
-"""Every Triton kernel builds for cards that are not here: right instructions, and within their shared memory."""
+"""Every Triton kernel builds for GPUs that this machine lacks: with the right
+instructions, within their shared memory.
+"""
 
 import inspect
 import re
@@ -33,8 +35,8 @@ from tests.kernels.compile_cases import (
 
 CASES = all_cases()
 RECORDED = {case.name for case in launch_cases.COMPILE_CASES}
-# The consumer generations at every run, the others in the long form. 12.0 builds all cases that are written out; of the
-# many launches that were recorded, both build those that use most registers and shared memory.
+# The default suite covers the consumer generations, the long form the others. 12.0 builds all cases that are written
+# out. Of the many recorded launches, both build those that use the most registers and shared memory.
 EVERY_RUN = (89, 120)
 HARDEST = {
     "add_norm to FP8 5120, with delta",
@@ -83,7 +85,7 @@ def at_every_run(case: CompileCase, capability: int) -> bool:
     )
 
 
-STACK_BYTES = 512  # of a thread, spilled from registers; with 9,896 a decoding step took 16 times as long
+STACK_BYTES = 512  # per thread, spilled from registers; with 9,896 a decoding step took 16 times as long
 
 
 BUILDS = [
@@ -124,7 +126,7 @@ def test_names_are_unique() -> None:
 
 
 def kernels_of(*modules: ModuleType) -> set[str]:
-    """Those that are launched: no other one calls them, or hands them to a reduction."""
+    """Return the kernels that are launched: no other kernel calls them or passes them to a reduction."""
     from triton.runtime.jit import JITFunction
 
     found = {v.fn.__qualname__: v for m in modules for v in vars(m).values() if isinstance(v, JITFunction)}
@@ -133,7 +135,7 @@ def kernels_of(*modules: ModuleType) -> set[str]:
 
 
 def test_every_kernel_has_a_case() -> None:
-    """Kernels that no other kernel calls are launched, and so must be compiled here."""
+    """Kernels that no other kernel calls are launched, so they must be compiled here."""
     modules = (triton_norm, triton_rope, triton_gated, triton_cast)
     launched = kernels_of(*modules) | kernels_of(cross_entropy_triton) | kernels_of(adamw_triton, muon_triton)
     launched |= kernels_of(newton_schulz_triton)
@@ -177,7 +179,7 @@ def test_consumer_blackwell_multiplies_fp8_at_the_scaled_rate(build: Build) -> N
 
 
 def test_quantiser_fuses_no_rounding_away(build: Build) -> None:
-    """fma would round once where the reference rounds twice; only the correction of a division has them."""
+    """fma would round once where the reference rounds twice, so only the correction of a division may use it."""
     fused = r"\bfma\.rn\.f32"
     assert not re.search(fused, build(named("nvfp4 quantise 1x16"), 89).ptx)
     assert re.search(fused, build(named("nvfp4 quantise 4/6"), 89).ptx)
@@ -187,8 +189,9 @@ def test_quantiser_fuses_no_rounding_away(build: Build) -> None:
 @pytest.mark.parametrize("capability", [89, 90, 100, 120])
 @pytest.mark.parametrize("dtype", ["E4M3", "E5M2"])
 def test_rows_and_columns_are_rounded_alike(dtype: str, capability: int, build: Build) -> None:
-    """Both by one conversion from float32. By way of float16, as Triton's own goes for 8.9, a few values round
-    otherwise."""
+    """Both use one conversion from float32. Triton's own conversion for 8.9 goes through
+    float16, which rounds a few values differently.
+    """
     ptx = build(named(f"cast to {dtype}"), capability).ptx
     kind = dtype.lower()
     assert len(re.findall(rf"cvt\.rn\.satfinite\.{kind}x2\.f32", ptx)) == 64
@@ -211,7 +214,7 @@ def test_the_gate_divides_in_one_instruction(build: Build) -> None:
 
 @pytest.mark.parametrize("capability", [89, 120])
 def test_codes_are_read_and_weights_written_16_bytes_at_a_time(capability: int, build: Build) -> None:
-    """32 weights a thread: two loads of 16 codes, and four stores of 8 weights, each under its own mask."""
+    """Each thread handles 32 weights: two loads of 16 codes, and four stores of 8 weights, each with its own mask."""
     ptx = build(named("1536 x 8960 from INT8 to bfloat16"), capability).ptx
     loads = [line for line in ptx.splitlines() if "ld.global" in line]
     assert len([line for line in loads if ".v4.b32" in line]) == 2
@@ -220,7 +223,7 @@ def test_codes_are_read_and_weights_written_16_bytes_at_a_time(capability: int, 
 
 @pytest.mark.parametrize("dtype", ["E4M3", "E5M2"])
 def test_a_cast_to_fp8_does_not_build_below_8_9(dtype: str) -> None:
-    """Why `fused.writes_fp8` sends such cards to the torch form."""
+    """This is why `fused.writes_fp8` makes such GPUs use the torch form."""
     with pytest.raises(Exception, match=r"fp8e4nv not supported|sm_89 or higher"):
         compile_case(named(f"cast to {dtype}"), 86)
 
@@ -234,6 +237,8 @@ def test_hopper_uses_its_own_instructions(build: Build) -> None:
 
 @pytest.mark.full
 def test_nvfp4_product_does_not_build_where_there_is_no_instruction() -> None:
-    """If a new Triton emulates it there, this says so. The compiler is known to give up with an error."""
+    """If a new Triton emulates the product there, this test reports it. The current
+    compiler is known to fail with an error.
+    """
     with pytest.raises(RuntimeError):
         compile_case(named("nvfp4 matmul"), 89)

@@ -1,4 +1,4 @@
-"""linear_cross_entropy against torch's cross_entropy in float64."""
+"""linear_cross_entropy compared with torch's cross_entropy in float64."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_loss_and_gradients(
 
 
 def future_of(targets: Tensor) -> FutureTargets:
-    """Two later targets per token: some are ignored, and some are equal to another target of their token."""
+    """Return two later targets per token. Some are ignored, and some equal another target of their token."""
     targets_NK = torch.stack((targets.roll(-1), targets.roll(-2)), 1)
     targets_NK[5] = targets[5]
     targets_NK[6, 1] = targets_NK[6, 0]
@@ -80,7 +80,7 @@ def future_of(targets: Tensor) -> FutureTargets:
     ("dtype", "tolerance"), [(torch.float64, 1e-7), (torch.float32, 2e-5), (torch.bfloat16, 2e-2)]
 )
 def test_several_tokens(softcap: float | None, z_loss: float, dtype: torch.dtype, tolerance: float) -> None:
-    """The sum of torch's cross_entropy over each target, with its weight; the z-loss counts once."""
+    """The loss is the weighted sum of torch's cross_entropy over each target. The z-loss counts once."""
     hidden, weight, targets = problem()
     future = future_of(targets)
     hidden, weight = hidden.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
@@ -124,7 +124,7 @@ def test_all_tokens_ignored() -> None:
 
 
 def test_never_holds_more_logits_than_one_chunk() -> None:
-    """The largest tensor that is made has chunk x V entries, not N x V."""
+    """The largest tensor that is created has chunk x V entries, not N x V."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     largest = 0
@@ -146,7 +146,9 @@ def test_never_holds_more_logits_than_one_chunk() -> None:
 
 
 def test_compiled_chunk_equals_the_eager_one() -> None:
-    """The chunk function takes another way when it is compiled, as it is on CUDA. Captured without code generation."""
+    """The chunk function takes a different path when it is compiled, as on CUDA.
+    It is captured without code generation.
+    """
     from deskside.kernels.cross_entropy import chunk_loss_and_grad
 
     hidden, weight, targets = problem()

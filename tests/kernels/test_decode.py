@@ -1,4 +1,4 @@
-"""The decoding kernels in Triton's interpreter against torch; that form against float64."""
+"""The decoding kernels in Triton's interpreter compared with torch, and the torch form with float64."""
 
 import math
 
@@ -50,7 +50,7 @@ def test_attention_equals_float64_arithmetic(window: int | None) -> None:
 
 
 def cached(rows: int, length: int, K: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Pools of keys and values, with pages of 4 tokens, and the rows' tables."""
+    """Return pools of keys and values with pages of 4 tokens, and the rows' tables."""
     torch.manual_seed(2)
     pages = -(-length // 4)
     k, v = (torch.randn(rows * pages + 1, K, 4, 8) for _ in range(2))
@@ -62,7 +62,7 @@ def cached(rows: int, length: int, K: int) -> tuple[torch.Tensor, torch.Tensor, 
 def test_the_form_for_a_card_equals_the_reference(
     heads: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In two chunks of queries; its operators are torch's, so it runs here too."""
+    """Queries are in two chunks. The form uses only torch operators, so it also runs here."""
     monkeypatch.setattr("deskside.kernels.attention.reference.QUERY_CHUNK", 3)
     pool_k, pool_v, table = cached(2, 12, 2)
     k, v = gather_pages(pool_k, table, 11), gather_pages(pool_v, table, 11)

@@ -1,4 +1,4 @@
-"""Weights from INT8 and FP8 codes: the reference against float64, the kernels against the reference."""
+"""Weights from INT8 and FP8 codes: the reference compared with float64, the kernels with the reference."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def test_the_kernel_equals_the_reference() -> None:
     found = interpreted("fused_interpreted", "dequantized")
     assert len(found) == 2 * len(SHAPES)
     for name, error in found.items():
-        # The interpreter cuts bfloat16 off where hardware rounds.
+        # The interpreter truncates bfloat16 where hardware rounds.
         assert error is not None and error <= (2**-7 if "bfloat16" in name else 0.0), name
 
 
@@ -41,7 +41,7 @@ def test_products_with_few_rows_equal_float64() -> None:
 
 
 def test_products_of_fp8_codes() -> None:
-    """On a CPU, and for many rows, by way of the weight."""
+    """On a CPU, and for many rows, the product uses the dequantized weight."""
     codes, scale = codes_and_scales(19, 700)
     stored, x = (codes / 3).to(torch.float8_e4m3fn), torch.randn(2, 3, 700)
     truth = x.double() @ (stored.double() * scale.double()[:, None]).T

@@ -1,4 +1,6 @@
-"""Dropout: Philox's published answers, the statistics of torch's dropout, and autograd's gradients of a fixed mask."""
+"""Dropout: Philox's published test vectors, the statistics of torch's dropout,
+and autograd's gradients of a fixed mask.
+"""
 
 import math
 
@@ -42,7 +44,7 @@ def test_philox_gives_its_published_answers(
 
 
 def test_the_kernel_has_the_same_masks() -> None:
-    """In Triton's interpreter, which rounds bfloat16 otherwise than a GPU."""
+    """Runs in Triton's interpreter, which rounds bfloat16 differently from a GPU."""
     kernels, same_words = interpreted("dropout_interpreted", "both")
     for name, (only_one, difference) in kernels.items():
         assert only_one == 0 and difference <= (2**-7 if "bfloat16" in name else 2**-23), name
@@ -50,7 +52,9 @@ def test_the_kernel_has_the_same_masks() -> None:
 
 
 def test_values_are_kept_as_often_as_by_torch() -> None:
-    """The share over all values, and the distribution over tokens and channels of the number of kept ones."""
+    """Compares the share over all values, and the distribution over tokens and
+    channels of the number of kept values.
+    """
     share = threshold(RATE) / 2**16
     ours = mask()
     error = math.sqrt(share * (1 - share) / (N * D))
@@ -67,7 +71,7 @@ def test_values_are_kept_as_often_as_by_torch() -> None:
 
 
 def test_masks_are_independent() -> None:
-    """Over seeds, streams, steps, tokens and channels, also those that share a call of Philox."""
+    """Compares masks over seeds, streams, steps, tokens and channels, also those that share a call of Philox."""
     ours = mask()
     others = [mask(seed=4), mask(seed=1 + 2**40), mask(stream=3), mask(step=4), mask(step=3 + 2**20)]
     others += [ours.roll(1, 0), ours.roll(1, 1), ours.roll(D // 8, 1), ours.roll(D // 2, 1), mask(first=N)]

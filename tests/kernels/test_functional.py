@@ -11,7 +11,7 @@ from deskside.kernels.functional import gradients
 
 
 def test_gradients_are_torchs_to_the_last_bit() -> None:
-    """Several outputs, one that the others are made from, a leaf that is used twice, dtypes of their own."""
+    """Covers several outputs, an output that others depend on, a leaf that is used twice, and different dtypes."""
     generator = torch.Generator().manual_seed(0)
     leaves = [torch.randn(5, 7, generator=generator).requires_grad_() for _ in range(2)]
 
@@ -22,7 +22,7 @@ def test_gradients_are_torchs_to_the_last_bit() -> None:
     upstream = [torch.randn(o.shape, generator=generator).to(o.dtype) for o in outputs()]
     expected = torch.autograd.grad(outputs(), leaves, upstream)
     made = outputs()
-    with torch.no_grad():  # as inside of a backward pass
+    with torch.no_grad():  # as within a backward pass
         found = gradients(made, leaves, upstream)
     assert len(found) == 2
     for a, b in zip(expected, found, strict=True):
@@ -35,7 +35,7 @@ def test_gradients_are_torchs_to_the_last_bit() -> None:
 def test_every_operator_has_a_launcher_with_the_same_parameters(
     package: ModuleType, launchers: tuple[str, ...]
 ) -> None:
-    """The launcher is found by its name at the first call on a GPU, where no test of this machine gets."""
+    """The launcher is looked up by its name at the first call on a GPU, which no test on this machine reaches."""
     pytest.importorskip("triton")
     modules = [vars(import_module(getattr(package, name))) for name in launchers]
     launched = {name: value for module in modules for name, value in module.items()}

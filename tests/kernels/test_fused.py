@@ -1,4 +1,4 @@
-"""The fused kernels in Triton's interpreter, against their torch reference; and that reference against autograd."""
+"""The fused kernels in Triton's interpreter compared with their torch reference, and that reference with autograd."""
 
 import pytest
 import torch
@@ -8,7 +8,8 @@ from deskside.kernels import fused
 from deskside.kernels.fused import Cast, Fp8
 from tests.kernels.interpreter import interpreted
 
-INTERPRETED_FP8 = 0.08  # the interpreter cuts to FP8 instead of rounding: up to a whole step of 1/8, seldom
+# the interpreter truncates to FP8 instead of rounding: rarely up to a whole step of 1/8
+INTERPRETED_FP8 = 0.08
 
 
 @pytest.fixture(scope="module")

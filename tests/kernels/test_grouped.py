@@ -1,4 +1,4 @@
-"""Which backend computes a grouped product. For the kernels, see test_moe.py and test_cross_compile.py."""
+"""The choice of the backend of a grouped product. For the kernels, see test_moe.py and test_cross_compile.py."""
 
 from collections.abc import Callable
 from typing import Any

@@ -8,7 +8,7 @@ from deskside.kernels.matmul_peak import RUNS, measure_matmul_peak
 
 
 def test_the_peak_is_the_median_run_after_a_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a made-up clock: the first product takes long, and so does one of those that count."""
+    """On a fake clock, the first product takes long, and so does one of the counted ones."""
     taken = [100.0, 1.0, 2.0, 3.0, 2.0, 50.0]
     now, sizes = 0.0, []
 

@@ -1,4 +1,6 @@
-"""The operators of a mixture of experts: their torch reference against autograd, and Triton's kernels against it."""
+"""The mixture-of-experts operators: their torch reference compared with autograd,
+and Triton's kernels with the reference.
+"""
 
 from typing import Any
 
@@ -36,7 +38,7 @@ def test_a_routing_sorts_every_choice_once(tokens: int, experts: int, k: int, se
     expert_S = torch.empty(tokens * k, dtype=torch.int32)
     expert_S[routing.slots_Nk.long()] = routing.experts_Nk
     assert torch.equal(expert_S, expert_S.sort().values)
-    # No token dropped.
+    # No token is dropped.
     assert torch.equal(torch.bincount(expert_S, minlength=experts).cumsum(0).int(), routing.ends_E)
     assert routing.weights_S[routing.slots_Nk.long()].sum(1).allclose(torch.ones(tokens))
     assert float(routing.statistics_R[:-2].sum()) == pytest.approx(tokens * (k + 1), rel=1e-5)
@@ -93,7 +95,7 @@ def test_the_routers_gradient_is_autograds(k: int, normalise: bool, sigmoid: boo
 
 def test_a_bias_decides_the_choice_and_not_the_weight() -> None:
     bias = torch.zeros(E)
-    bias[3] = 2.0  # more than any sigmoid
+    bias[3] = 2.0  # exceeds every sigmoid
     logits, plain = routing_of(2, False, True)
     _, biased = routing_of(2, False, True, bias)
     assert torch.equal(biased.experts_Nk[:, 0], torch.full((N,), 3).int())
@@ -169,7 +171,7 @@ def test_kernels_equal_their_reference(found: dict[str, float]) -> None:
     ("function", "count"), [pytest.param("fp8", 33, marks=pytest.mark.full), ("fp8_of_gates", 42)]
 )
 def test_casts_to_fp8_equal_their_reference(function: str, count: int) -> None:
-    """Scales are equal; the interpreter's conversion to FP8 truncates, so a value may be one step off (1 in 8)."""
+    """Scales are equal. The interpreter's conversion to FP8 truncates, so a value may be one step off (1 in 8)."""
     pytest.importorskip("triton")
     found: dict[str, float] = interpreted("moe_interpreted", function)
     assert len(found) == count
@@ -198,7 +200,7 @@ def test_casts_are_those_of_ml_dtypes(
     rows = moe.dispatch(x, routing.tokens_S).numpy()
 
     def expected(values: Any) -> tuple[Any, Any]:
-        """The transpose (scale per column) of `values` is cast."""
+        """The expected result casts the transpose of `values` (scale per column)."""
         largest = abs(values).max(0)
         with np.errstate(divide="ignore"):
             scale = np.where(largest == 0, 1.0, 2.0 ** np.floor(np.log2(448.0 / largest.astype(np.float64))))

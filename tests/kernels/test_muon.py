@@ -1,4 +1,4 @@
-"""Muon's two element-wise kernels: the reference against the rule in float64, the kernels against the reference."""
+"""Muon's two element-wise kernels: the reference compared with the rule in float64, the kernels with the reference."""
 
 import pytest
 import torch
@@ -34,13 +34,13 @@ def test_kernels_equal_the_reference() -> None:
     found = interpreted("optimizers_interpreted", "muons")
     assert len(found) == 7
     for name, difference in found.items():
-        # The interpreter cuts bfloat16 off where hardware rounds. A step that is not taken leaves every bit.
+        # The interpreter truncates bfloat16 where hardware rounds. A skipped step leaves every bit.
         within = 0.0 if name.endswith("kept") else 0.02 if "bfloat16" in name else 1e-6
         assert difference <= within, name
 
 
 def test_factors_that_vary_along_rows_and_columns_are_refused() -> None:
-    """The kernel reads one vector of factors, so that it would otherwise take wrong ones without a word."""
+    """The kernel reads one vector of factors, so it would otherwise silently use wrong ones."""
     pytest.importorskip("triton")
     from deskside.kernels.muon_triton import apply as kernel
 

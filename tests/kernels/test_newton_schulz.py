@@ -1,4 +1,4 @@
-"""Orthogonalisation against the singular value decomposition in float64, and against torch's own quintic."""
+"""Orthogonalization compared with the singular value decomposition in float64, and with torch's own quintic."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def random(*shape: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize(("steps", "error"), [(5, 0.15), (6, 0.03), (7, 2e-3), (9, 1e-9)])
 def test_polar_express_brings_singular_values_to_one(steps: int, error: float) -> None:
-    """Singular values spread over the promised three decades, in float64."""
+    """The singular values span the promised three decades, in float64."""
     u, _, v = torch.linalg.svd(random(4, 60, 30), full_matrices=False)
     x = u @ torch.diag(torch.logspace(-2.3, 0, 30, dtype=torch.float64)) @ v
     result = orthogonalize(x.clone(), coefficients("polar_express", steps))
@@ -31,7 +31,7 @@ def test_polar_express_brings_singular_values_to_one(steps: int, error: float) -
 
 
 def test_each_polynomial_keeps_the_interval() -> None:
-    """On singular values from 1e-3 to 1, the iteration never leaves the region where it converges."""
+    """For singular values from 1e-3 to 1, the iteration never leaves the region where it converges."""
     s = torch.logspace(-3, 0, 20001, dtype=torch.float64) / SAFETY
     for number, (a, b, c) in enumerate(coefficients("polar_express", 9)):
         s = a * s + b * s**3 + c * s**5
@@ -52,7 +52,7 @@ def test_quintic_agrees_with_torch() -> None:
     x = random(64, 48, seed=2).float()
     theirs = _muon._zeropower_via_newtonschulz(x, (3.4445, -4.775, 2.0315), 5, 1e-7).float()
     ours = orthogonalize(x[None].clone(), coefficients("quintic", 5))[0]
-    # torch iterates in bfloat16, and normalises without our 1 % of room.
+    # torch iterates in bfloat16, and normalizes without our margin of 1 %.
     torch.testing.assert_close(ours, theirs, atol=0.03, rtol=0)
     assert 0.6 < torch.linalg.svdvals(ours).min() < torch.linalg.svdvals(ours).max() < 1.3
 
@@ -67,7 +67,7 @@ def test_a_batch_is_its_matrices_and_zero_stays_zero() -> None:
 
 
 def check_deviations(found: dict[str, float], within: float) -> None:
-    """In bfloat16, with a G of every X, the largest deviation of the same matrices is 0.18."""
+    """In bfloat16, with a separate G for every X, the largest deviation for the same matrices is 0.18."""
     assert len(found) >= 7
     for name, deviation in found.items():
         assert deviation <= (0.0 if name.startswith("zero") else within), name

@@ -1,4 +1,4 @@
-"""The NVFP4 kernels without a card: in Triton's interpreter, against the torch reference and float64."""
+"""The NVFP4 kernels without a GPU: in Triton's interpreter, compared with the torch reference and float64."""
 
 import pytest
 import torch
@@ -22,12 +22,12 @@ def found(request: pytest.FixtureRequest) -> dict[str, dict[str, float]]:
 def test_no_value_differs_from_the_reference(
     found: dict[str, dict[str, float]], name: str, along: str
 ) -> None:
-    """With the same noise, stochastic roundings included. Sums of a transform may end in another last bit."""
+    """With the same noise, also in stochastic rounding. Sums of a transform may differ in the last bit."""
     runs = {key: run for key, run in found.items() if key.startswith(f"{name}, {along}, ")}
     assert len(runs) >= 3
     transformed = OPERANDS[name].hadamard > 0
     by_expert = runs.pop(f"{name}, {along}, by expert")
-    assert by_expert["values"] <= (16 if transformed else 0)  # of 131,072
+    assert by_expert["values"] <= (16 if transformed else 0)  # of 131,072 values
     assert by_expert["global scale"] <= (1e-6 if transformed else 0)
     for key, run in runs.items():
         allowed = 4 if transformed else 0  # of 15,360 or 32,768 values
@@ -60,7 +60,7 @@ def test_noise_is_uniform_and_seeds_are_unrelated() -> None:
             assert abs(correlation(u.flatten()[shift:], u.flatten()[:-shift])) < 5 * error
     for u, v in ((a, b), (a, c), (b, c)):
         assert abs(correlation(u, v)) < 5 * error
-        # Nor is one a rearrangement of the other by exclusive-or of the element's number.
+        # Neither sequence is a rearrangement of the other by exclusive-or of the element's number.
         assert len(set(u.flatten()[:4096].tolist()) & set(v.flatten()[:4096].tolist())) < 30
 
 
@@ -72,9 +72,9 @@ def test_sums_are_cut_only_where_the_card_would_idle() -> None:
     from deskside.kernels.nvfp4.matmul import num_parts
 
     assert num_parts(tiles=512 * 16, steps=12, multiprocessors=132) == 1  # 65,536 tokens, 768 -> 4096
-    # 768 x 768 from 65,536 tokens: 126 of 132 busy.
+    # 768 x 768 from 65,536 tokens: 126 of 132 multiprocessors are busy.
     assert num_parts(tiles=18, steps=1024, multiprocessors=132) == 7
-    assert num_parts(tiles=1, steps=8, multiprocessors=132) == 1  # too short to cut
+    assert num_parts(tiles=1, steps=8, multiprocessors=132) == 1  # too short to split
 
 
 def test_bad_input_is_refused_by_name() -> None:

@@ -1,4 +1,6 @@
-"""Attention of packed prompts: the kernel in Triton's interpreter, and the torch form against float64 arithmetic."""
+"""Attention of packed prompts: the kernel in Triton's interpreter, and the
+torch form compared with float64 arithmetic.
+"""
 
 import math
 
@@ -20,7 +22,9 @@ def test_the_kernel_equals_the_torch_form() -> None:
 @pytest.mark.parametrize("softcap", [None, 0.8])
 @pytest.mark.parametrize("window", [None, 3])
 def test_packed_rows_equal_float64_arithmetic(window: int | None, softcap: float | None) -> None:
-    """Rows of three kinds: a whole prompt, a part behind older tokens, and none; two tokens of padding at the end."""
+    """Three kinds of rows: a whole prompt, a part after cached tokens, and an
+    empty one; two tokens of padding at the end.
+    """
     torch.manual_seed(1)
     k, v = (torch.randn(9, 2, 4, 8) for _ in range(2))
     table = torch.tensor([[2, 6, 1], [5, 0, 3], [7, 8, 4]])

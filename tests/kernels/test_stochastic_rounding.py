@@ -1,4 +1,4 @@
-"""Stochastic rounding to bfloat16: one of the two neighbors, unbiased, and the same in the kernels."""
+"""Stochastic rounding to bfloat16: it gives one of the two neighbors, is unbiased, and is the same in the kernels."""
 
 import math
 
@@ -40,7 +40,7 @@ def test_bfloat16_values_infinity_and_nan_are_unchanged() -> None:
 
 
 def test_rounding_is_unbiased() -> None:
-    """The mean of n roundings of x differs by at most 5 standard deviations, of at most half a step / sqrt(n)."""
+    """The mean of n roundings of x differs by at most 5 standard deviations, each at most half a step / sqrt(n)."""
     n = 200_000
     for x in (1.001, -0.3, 255.9, 1e-3):
         mean = float(round_to_bfloat16(torch.full((n,), x), 11).double().mean())
@@ -62,7 +62,9 @@ def test_pieces_seeds_and_names() -> None:
 
 
 def test_the_error_of_a_sum_is_bounded() -> None:
-    """Each of the P - 1 additions errs by less than one step of the largest partial sum, and by nothing on average."""
+    """Each of the P - 1 additions has an error of less than one step of the
+    largest partial sum, and none on average.
+    """
     P, n = 32, 20_000
     generator = torch.Generator().manual_seed(0)
     addends = torch.randn(P, n, generator=generator).bfloat16()
@@ -74,12 +76,12 @@ def test_the_error_of_a_sum_is_bounded() -> None:
     errors = total.double() - exact
     assert bool((errors.abs() <= (P - 1) * largest * 2.0**-7).all())
     assert abs(float(errors.mean())) < 5 * float(errors.std()) / math.sqrt(n)
-    # A step of a partial sum is at most 2^-7 of it; the variance of one rounding is at most a quarter of its square.
+    # A step of a partial sum is at most 2^-7 of it. The variance of one rounding is at most a quarter of its square.
     assert float(errors.square().mean()) < (P - 1) / 4 * float((largest * 2.0**-7).square().mean())
 
 
 def test_small_updates_add_up() -> None:
-    """Updates of a thousandth of a rounding step each: rounding to nearest would drop every one of them."""
+    """Each update is a thousandth of a rounding step, so rounding to nearest would drop every one of them."""
     n, steps, lr = 4096, 400, 1e-5
     hparams = AdamWHyperparameters(lr, (0.9, 0.95), 1e-8, 0.0)
     p, state = torch.ones(n).bfloat16(), zeros(n, torch.float32)
