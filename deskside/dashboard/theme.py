@@ -50,6 +50,9 @@ STYLE = """<style>
 .sample {padding: 0.8rem 1rem; border: 1px solid rgba(127,127,127,0.35); border-radius: 8px; white-space: pre-wrap;
   overflow-wrap: anywhere; line-height: 1.5}
 .sample small {display: block; opacity: 0.75}
+[data-testid="stMain"] ul.numbered {display: flex; flex-wrap: wrap; gap: 0.15rem 1.25rem; margin: 0;
+  padding: 0; list-style: none; font-size: 0.875rem}
+ul.numbered li {margin: 0; overflow-wrap: anywhere}
 .runs-legend {width: 100%; border-collapse: collapse; font-size: 0.875rem; font-variant-numeric: tabular-nums}
 .runs-legend :is(th, td) {padding: 0.3rem 0.6rem 0.3rem 0; text-align: right; border: 0}
 .runs-legend :is(th, td):first-child {width: 3rem}

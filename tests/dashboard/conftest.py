@@ -19,6 +19,7 @@ def served_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("work")
     made_up.study(folder / "studies/made")
     made_up.two_groups(folder / "studies/two")
+    made_up.many_arms(folder / "studies/many")
     made_up.search(folder / "searches/made")
     made_up.broken(folder)
     made_up.run(folder / "runs/first")

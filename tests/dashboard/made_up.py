@@ -55,6 +55,30 @@ def two_groups(
     return study(folder, groups=groups, arms=both.arms, fronts=both.fronts, interactions=both.interactions)
 
 
+def many_arms(folder: Path) -> Results:
+    """A study of one group with 24 arms, which differ by a third factor too."""
+    one = made.results()
+    norm = Factor("norm", "norm", ["rms", "layer", "none"])
+    arms = [
+        replace(
+            arm,
+            id=f"{arm.id}-{level}",
+            label=f"{arm.label}, {level} norm",
+            baseline=f"{arm.baseline}-{level}",
+            levels={**arm.levels, "norm": level},
+            trials=[
+                replace(trial, metrics={key: value * 1.004**place for key, value in trial.metrics.items()})
+                for trial in arm.trials
+            ],
+        )
+        for place, level in enumerate(norm.levels)
+        for arm in one.arms
+    ]
+    groups = [replace(one.groups[0], factors=[*one.groups[0].factors, norm])]
+    whole = compare(replace(one, groups=groups, arms=arms))
+    return study(folder, groups=groups, arms=whole.arms, fronts=whole.fronts, interactions=whole.interactions)
+
+
 def unfinished_study(folder: Path, run: str) -> None:
     """A study whose last trial runs, in this directory below it."""
     whole = made.results()

@@ -37,11 +37,13 @@ def test_the_table_sorts_filters_and_exports(browser: "Browser", address: str) -
     page.get_by_role("combobox", name="show").click()
     page.get_by_role("option", name="studies", exact=True).click()
     page.locator(".runs tbody tr").filter(has_text="studies/made").wait_for()
-    page.get_by_text(re.compile(r"^2 of \d+ rows")).wait_for()
+    page.get_by_text(re.compile(r"^3 of \d+ rows")).wait_for()
     with page.expect_download() as download:
         page.get_by_role("button", name="Rows as CSV").click()
     frame = pd.read_csv(download.value.path())
-    assert set(frame["name"]) == {"studies/made", "studies/two"} and set(frame["kind"]) == {"study"}
+    assert set(frame["name"]) == {"studies/made", "studies/two", "studies/many"} and set(frame["kind"]) == {
+        "study"
+    }
     assert "show=studies" in page.url
     page.close()
 

@@ -1,6 +1,7 @@
 """The pages of studies and the planner in a real browser: both themes, filters, labels, and nothing on the console."""
 
 import json
+import re
 import shutil
 import time
 from itertools import combinations
@@ -11,6 +12,7 @@ import pytest
 
 from deskside.dashboard.file_cache import SCAN_SECONDS
 from deskside.dashboard.page import PAGES
+from deskside.dashboard.views.trade_offs import AXIS_KEYS
 from deskside.facts.power_and_prices import default_electricity_price
 from tests.dashboard import made_up
 from tests.dashboard.browsing import DESKTOP, PHONE, fits, opened, serious_faults, settled
@@ -84,14 +86,27 @@ def test_the_answer_of_a_group_unfolds_and_changes_with_the_goal(browser: "Brows
 def test_the_labels_of_trade_offs_do_not_collide(
     browser: "Browser", address: str, size: dict[str, int]
 ) -> None:
-    page = opened(browser, address, "trade_offs", "?study=studies/made", size=size)
-    boxes = page.evaluate(BOXES)
-    assert boxes
-    for first, second in combinations(boxes, 2):
-        apart = (
-            first[2] <= second[0] or second[2] <= first[0] or first[3] <= second[1] or second[3] <= first[1]
-        )
-        assert apart, (first, second)
+    """Of a study with 24 arms, each has a name or a number, whose name is listed below the chart."""
+    page = opened(browser, address, "trade_offs", "?study=studies/many", size=size)
+    for axes in AXIS_KEYS:
+        page.get_by_role("radio", name=axes).or_(page.get_by_role("button", name=axes)).first.click()
+        page.locator(f'[data-testid="stPlotlyChart"][aria-label^="{axes}"]').or_(
+            page.get_by_label(re.compile(f"^{axes} of"))
+        ).first.wait_for()
+        settled(page)
+        boxes = page.evaluate(BOXES)
+        for first, second in combinations(boxes, 2):
+            apart = (
+                first[2] <= second[0]
+                or second[2] <= first[0]
+                or first[3] <= second[1]
+                or second[3] <= first[1]
+            )
+            assert apart, (axes, first, second)
+        shown = page.locator(".annotation-text:visible").all_text_contents()
+        listed = page.locator(".numbered li:visible b").all_inner_texts()
+        assert {text for text in shown if text.isdigit()} <= set(listed)
+        assert len(listed) + sum(not text.isdigit() for text in shown) == 24, axes
     page.close()
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from deskside.dashboard import plotly_charts, study_charts
+from deskside.dashboard import plotly_charts, study_charts, trade_off_chart
 from deskside.report.curve_data import finished_curves, seed_band
 from deskside.study.results import Results
 from deskside.study.stats.compare import compare
@@ -44,7 +44,7 @@ def test_nothing_measured_draws_nothing() -> None:
     bare = replace(WHOLE, arms=[replace(arm, estimates={}, comparisons=[], trials=[]) for arm in WHOLE.arms])
     assert study_charts.bars(bare, "val_bpb") is None
     assert study_charts.forest(bare, "val_bpb") is None
-    assert study_charts.trade_off(bare, "peak_memory_gib", "tokens_per_second") is None
+    assert trade_off_chart.trade_off(bare, "peak_memory_gib", "tokens_per_second") is None
     assert study_charts.curves({}, "seconds", "loss") is None
 
 
@@ -67,7 +67,7 @@ def test_the_forest_shows_relative_differences_and_opens_what_is_not_shown() -> 
 def test_the_front_has_rings_and_every_level_a_look_of_its_own() -> None:
     across, up = "peak_memory_gib", "tokens_per_second"
     factor = next(factor for factor in WHOLE.groups[0].factors if factor.name == "gqa")
-    figure = study_charts.trade_off(WHOLE, across, up, factor)
+    figure = trade_off_chart.trade_off(WHOLE, across, up, factor)
     assert figure is not None
     traces = {trace.name: trace for trace in figure.data}
     looks = set()
@@ -79,8 +79,8 @@ def test_the_front_has_rings_and_every_level_a_look_of_its_own() -> None:
         assert [symbol.endswith("-open") for symbol in trace.marker.symbol] == [arm.emulated for arm in arms]
         looks.add((trace.marker.color, trace.marker.symbol[0].removesuffix("-open")))
     assert len(looks) == len(factor.levels) and figure.layout.legend.title.text == factor.label
-    front = {name for found in study_charts.fronts_in(WHOLE, across, up) for name in found.arms}
-    rings = zip(traces[study_charts.ON_FRONT].x, traces[study_charts.ON_FRONT].y, strict=True)
+    front = {name for found in trade_off_chart.fronts_in(WHOLE, across, up) for name in found.arms}
+    rings = zip(traces[trade_off_chart.ON_FRONT].x, traces[trade_off_chart.ON_FRONT].y, strict=True)
     arms = [arm for arm in WHOLE.arms if arm.id in front]
     assert sorted(rings) == sorted((a.estimates[across].mean, a.estimates[up].mean) for a in arms)
     assert figure.layout.xaxis.title.text == "peak memory, GiB (less is better)"
@@ -92,7 +92,7 @@ def test_tooltips_name_baselines_by_label_and_no_ids() -> None:
     for figure in (
         study_charts.bars(whole, "val_bpb"),
         study_charts.forest(whole, "val_bpb"),
-        study_charts.trade_off(whole, "tokens_per_second", "val_bpb"),
+        trade_off_chart.trade_off(whole, "tokens_per_second", "val_bpb"),
     ):
         assert figure is not None
         texts = [text for trace in figure.data if trace.hovertext is not None for text in trace.hovertext]
@@ -100,15 +100,34 @@ def test_tooltips_name_baselines_by_label_and_no_ids() -> None:
         assert any("against small, GQA off, FP4 off: " in text for text in texts)
 
 
-def test_labels_that_a_phone_has_no_space_for_are_hidden_there() -> None:
-    figure = study_charts.trade_off(WHOLE, "tokens_per_second", "val_bpb")
+def test_a_point_without_a_name_has_a_number_and_is_listed() -> None:
+    figure = trade_off_chart.trade_off(WHOLE, "tokens_per_second", "val_bpb")
     assert figure is not None
-    names = {note.text for note in figure.layout.annotations}
+    notes = figure.layout.annotations
+    names = {note.text for note in notes if not note.text.isdigit()}
     assert names and names <= {plotly_charts.wrap_label(arm.label) for arm in WHOLE.arms}
-    assert not any(note.text.endswith("\u2026") for note in figure.layout.annotations)
-    hidden = [str(i) for i, note in enumerate(figure.layout.annotations) if note.name == "wide"]
-    style = study_charts.narrow_screen_style(figure, "here")
-    assert re.findall(r'data-index="(\d+)"', style) == hidden and (".st-key-here" in style) == bool(hidden)
+    numbered = figure.layout.meta["numbered"]
+    narrow = [note.text for note in notes if note.name == "narrow"]
+    assert set(narrow) <= {number for number, _, _ in numbered}
+    assert len(numbered) + sum(note.name == "" for note in notes) == len(WHOLE.arms)
+    style = trade_off_chart.screen_style(figure, "here")
+    small, large = style.split("@media (min-width")
+    for part, screens in ((small, "wide"), (large, "narrow")):
+        hidden = [str(i) for i, note in enumerate(notes) if note.name == screens]
+        assert re.findall(r'data-index="(\d+)"', part) == hidden
+    listed = trade_off_chart.number_list(figure)
+    assert [f"{number}</b> {name}" in listed for number, name, _ in numbered] == [True] * len(numbered)
+
+
+def test_a_name_that_is_cut_where_it_differs_is_a_number() -> None:
+    arms = [
+        replace(arm, label=f"{'a very long name ' * 3}{place}", baseline=arm.id)
+        for place, arm in enumerate(WHOLE.arms)
+    ]
+    figure = trade_off_chart.trade_off(replace(WHOLE, arms=arms), "tokens_per_second", "val_bpb")
+    assert figure is not None
+    assert all(note.text.isdigit() for note in figure.layout.annotations) and figure.layout.annotations
+    assert [name for _, name, _ in figure.layout.meta["numbered"]] == [arm.label for arm in arms]
 
 
 def test_labels_keep_what_tells_arms_apart() -> None:
@@ -118,9 +137,9 @@ def test_labels_keep_what_tells_arms_apart() -> None:
         replace(arm, label=label, baseline=arm.id)  # of several baselines, arms keep their whole labels
         for arm, label in zip(one.arms, labels, strict=False)
     ]
-    figure = study_charts.trade_off(compare(replace(one, arms=arms)), "tokens_per_second", "val_bpb")
+    figure = trade_off_chart.trade_off(compare(replace(one, arms=arms)), "tokens_per_second", "val_bpb")
     assert figure is not None
-    shown = {note.text for note in figure.layout.annotations}
+    shown = {note.text for note in figure.layout.annotations if not note.text.isdigit()}
     assert shown and shown <= {"8 x 2048, BF16", "8 x 2048, FP8", "16 x 2048, FP8"}
 
 
@@ -134,7 +153,7 @@ def with_one_wide_interval(key: str) -> Results:
 
 def test_an_interval_far_beyond_the_means_is_cut_and_marked_in_the_bubbles() -> None:
     across, up = "tokens_per_second", "val_bpb"
-    figure = study_charts.trade_off(with_one_wide_interval(up), across, up)
+    figure = trade_off_chart.trade_off(with_one_wide_interval(up), across, up)
     assert figure is not None
     start, stop = figure.layout.yaxis.range
     means = [arm.estimates[up].mean for arm in WHOLE.arms]
@@ -172,7 +191,7 @@ def test_means_far_apart_get_a_logarithmic_axis() -> None:
         )
         for place, arm in enumerate(WHOLE.arms)
     ]
-    figure = study_charts.trade_off(replace(WHOLE, arms=arms), "peak_memory_gib", "tokens_per_second")
+    figure = trade_off_chart.trade_off(replace(WHOLE, arms=arms), "peak_memory_gib", "tokens_per_second")
     assert figure is not None and figure.layout.yaxis.type == "log" and figure.layout.xaxis.type != "log"
     start, stop = figure.layout.yaxis.range
     assert -2 < start < 0 and 7 < stop < 9

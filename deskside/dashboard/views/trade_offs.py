@@ -3,7 +3,7 @@
 import pandas as pd
 import streamlit as st
 
-from deskside.dashboard import study_charts
+from deskside.dashboard import trade_off_chart
 from deskside.dashboard.components import chart, pick_group, seeds_note
 from deskside.dashboard.sidebar import Context
 from deskside.report import study_text
@@ -17,6 +17,7 @@ AXIS_KEYS = {
     "energy and quality": ("joules_per_token", "val_bpb"),
 }
 NO_FACTOR = "nothing"
+NUMBERS = "Point at a mark for its name and values; where marks lie over each other, some have no place for a number."
 
 
 def show(context: Context) -> None:
@@ -40,7 +41,7 @@ def show(context: Context) -> None:
     name = NO_FACTOR
     if factors:
         name = st.selectbox("color by", [*factors, NO_FACTOR], key=f"{selection.name}: color", width=320)
-    figure = study_charts.trade_off(results, x_key, y_key, factors.get(name))
+    figure = trade_off_chart.trade_off(results, x_key, y_key, factors.get(name))
     if figure is None:
         missing = [
             metric_named(key).label
@@ -51,9 +52,9 @@ def show(context: Context) -> None:
         return
     with st.container(key="trade-off"):
         chart(figure, choice.replace(" ", "-"), f"{choice} of {len(results.arms)} arms")
-    if style := study_charts.narrow_screen_style(figure, "trade-off"):
-        st.html(style)
-    st.caption(" ".join([seeds_note(selection, y_key), *_legend_notes(results, x_key, y_key)]))
+        st.html(trade_off_chart.screen_style(figure, "trade-off") + trade_off_chart.number_list(figure))
+    notes = [NUMBERS] if figure.layout.meta["numbered"] else []
+    st.caption(" ".join([seeds_note(selection, y_key), *_legend_notes(results, x_key, y_key), *notes]))
     st.dataframe(_table(results, x_key, y_key), hide_index=True, width="stretch")
 
 
@@ -75,14 +76,14 @@ def _legend_notes(results: Results, x_key: str, y_key: str) -> list[str]:
         notes.append(
             "Open marks are emulated: their speed and energy are not those of hardware with the format."
         )
-    if fronts := study_charts.fronts_in(results, x_key, y_key):
+    if fronts := trade_off_chart.fronts_in(results, x_key, y_key):
         notes.append(f"A ring: no other arm beats it in {_metric_names(fronts[0].metrics)}.")
     return notes
 
 
 def _table(results: Results, x_key: str, y_key: str) -> pd.DataFrame:
     """Return a row for each arm with both metrics, those on the Pareto front first."""
-    fronts = study_charts.fronts_in(results, x_key, y_key)
+    fronts = trade_off_chart.fronts_in(results, x_key, y_key)
     on_front = {name for front in fronts for name in front.arms}
     unclear = {name for front in fronts for name in front.unclear}
 
