@@ -52,7 +52,7 @@ def test_jobs_have_their_gpus_to_themselves(tmp_path: Path) -> None:
 def test_what_follows_a_failure_does_not_begin_and_all_goes_on_later(tmp_path: Path) -> None:
     jobs = [
         Job("good", f"echo x >> {tmp_path}/good"),
-        Job("bad", f"test -f {tmp_path}/mended"),
+        Job("bad", f"test -f {tmp_path}/repaired"),
         Job("after", "true", after=("bad",)),
         Job("last", "true", after=("after",)),
     ]
@@ -60,7 +60,7 @@ def test_what_follows_a_failure_does_not_begin_and_all_goes_on_later(tmp_path: P
     code, state = run(jobs, tmp_path / "out", [], seconds=20.0)
     assert time.monotonic() - began < 20.0  # it does not wait for jobs that can no longer start
     assert code == 1 and state == {"good": "ok", "bad": "failed"}
-    (tmp_path / "mended").touch()
+    (tmp_path / "repaired").touch()
     code, state = run(jobs, tmp_path / "out", [])
     assert code == 0 and set(state.values()) == {"ok"} and len(state) == 4
     assert (tmp_path / "good").read_text() == "x\n"  # it was not repeated

@@ -48,7 +48,7 @@ class PrefixCache(RuleBasedStateMachine):
         self.unused = [key for key in self.unused if key not in keys[:cached]]
         for page in pages[cached:]:
             if (gone := self.content.pop(page, None)) is not None and self.known.get(gone) == page:
-                assert gone == self.unused.pop(0), "not the page that nobody has held for the longest time"
+                assert gone == self.unused.pop(0), "evicted another page than the least recently used one"
                 del self.known[gone]
         for page in pages:
             self.holders[page] += 1

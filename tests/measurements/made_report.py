@@ -1,4 +1,4 @@
-"""A card report from real results: those of an H200 in docs/data, which were stored on 2026-11-20."""
+"""A card report made of real results: those of an H200 in docs/data, stored on 2026-11-20."""
 
 import datetime
 import functools
@@ -30,7 +30,7 @@ def made() -> dict[str, Any]:
 
 
 def faster(report: dict[str, Any], factor: float) -> dict[str, Any]:
-    """Return the report of a card that is `factor` times as fast in every number."""
+    """Return the report of a GPU that is `factor` times as fast in every number."""
     report["benchmark"] = {name: factor * value for name, value in report["benchmark"].items()}
     for point in report["points"]:
         point["matmul_flops"] *= factor

@@ -1,4 +1,4 @@
-"""Card reports: good ones enter the table once, and implausible or hostile files are refused with one line."""
+"""Card reports: valid ones enter the table once, and implausible or hostile files are refused in one line."""
 
 import contextlib
 import copy
@@ -32,7 +32,7 @@ Report = dict[str, Any]
 
 @pytest.fixture(autouse=True)
 def _own_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the repository's table out, and write to a folder of this test."""
+    """Hide the repository's table, and write to a folder of this test."""
     monkeypatch.setenv("DESKSIDE_DATA", str(tmp_path / "added"))
     monkeypatch.setattr(reported, "PACKAGE", tmp_path / "package")
 
@@ -84,7 +84,7 @@ def step_seconds(seconds: float) -> Callable[[Report], Report]:
     return with_value("points.0.step_seconds", dict.fromkeys(("median", "p10", "p90"), seconds))
 
 
-# What is done to a good report, and the field or the words that the message must name.
+# The change of a valid report, and the field or the words that the message must name.
 WRONG_VALUES: dict[str, tuple[Callable[[Report], Report], str]] = {
     "another kind of file": (with_value("kind", "probe"), "not a card report"),
     "no schema": (lambda report: {k: v for k, v in report.items() if k != "schema"}, "schema"),
@@ -149,7 +149,7 @@ def test_wrong_values_are_refused(name: str, tmp_path: Path, capsys: pytest.Capt
 
 
 def refused(path: Path, words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Assert that `facts add` ends with 2 and one printable line that has `words`, and adds nothing."""
+    """Assert that `facts add` exits with 2 and one printable line that contains `words`, and adds nothing."""
     assert main(["facts", "add", str(path)]) == 2
     out, err = capsys.readouterr()
     assert out == "" and err.count("\n") == 1 and err[:-1].isprintable() and words in err
@@ -182,7 +182,7 @@ def test_wrong_texts_are_refused(name: str, tmp_path: Path, capsys: pytest.Captu
 def test_ten_gigabytes_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "card.json"
     with path.open("wb") as file:
-        file.truncate(10 * 10**9)  # a hole: it takes no space on the disk
+        file.truncate(10 * 10**9)  # a sparse file, which takes no disk space
     refused(path, "10,000,000,000 bytes", capsys)
 
 
@@ -192,7 +192,7 @@ def test_what_is_no_file_is_refused(kind: str, tmp_path: Path, capsys: pytest.Ca
     if kind == "folder":
         path.mkdir()
     if kind == "pipe":
-        os.mkfifo(path)  # reading it would wait for ever
+        os.mkfifo(path)  # reading it would block for ever
     refused(path, "No such file" if kind == "missing" else "not a file", capsys)
 
 
@@ -205,7 +205,7 @@ def test_a_report_enters_the_table_once(tmp_path: Path, capsys: pytest.CaptureFi
     (entry,) = reported_for("H200 SXM")
     assert entry.report.to_json() == made() and entry.digest == added["digest"]
     table = Path(added["table"]).read_bytes()
-    # The same report with other spaces, and another report with one of its points.
+    # The same report with other whitespace, and another report with one of its points.
     path.write_text(json.dumps(made(), indent=7, sort_keys=True))
     other = made() | {"date": "2026-11-21", "points": made()["points"][:1]}
     for file in (path, write(tmp_path, other, "other.json")):
@@ -250,7 +250,7 @@ def test_a_plan_without_a_probe_uses_the_reports(tmp_path: Path, capsys: pytest.
 
 
 def test_the_table_of_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every report in it would be accepted again, and is of the card that it stands under."""
+    """Every report in it would be accepted again, and belongs to the GPU whose folder it is in."""
     monkeypatch.undo()
     cards = reported_cards()
     assert "H200 SXM" in cards
@@ -281,7 +281,7 @@ def test_a_checkout_writes_its_own_table(tmp_path: Path, monkeypatch: pytest.Mon
     entry, path = add_report(write(tmp_path, faster(made(), 0.9)), DATE)
     assert path == tmp_path / "package" / "facts" / "reported.jsonl" and entry.part == "deskside"
     assert [found.part for found in reported_for("H200 SXM")] == ["deskside", "user"]
-    # What a user has added may come with a later version.
+    # A user's reports may come from a later version.
     path.write_bytes(path.read_bytes() + user.read_bytes())
     assert len(reported_for("H200 SXM")) == 2
 
@@ -349,7 +349,7 @@ def test_the_schema_in_the_documentation() -> None:
 
 
 def places(value: Any, above: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """Yield the place of every value in a report."""
+    """Yield the path of every value in a report."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for name, item in items:
         yield (*above, name)
@@ -367,11 +367,11 @@ WILD = st.recursive(
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.sampled_from(PLACES), WILD), min_size=1, max_size=3))
 def test_wild_values_are_refused_or_harmless(changes: list[tuple[tuple[str | int, ...], Any]]) -> None:
-    """Whatever stands in a report, it is refused with one line, or all of its numbers are finite and positive."""
+    """A report with any wild value is refused in one line, or all of its numbers are finite and positive."""
     report: Any = made()
     for place, value in changes:
         inner = report
-        with contextlib.suppress(KeyError, IndexError, TypeError):  # an earlier change has removed the place
+        with contextlib.suppress(KeyError, IndexError, TypeError):  # an earlier change has removed this path
             for name in place[:-1]:
                 inner = inner[name]
             inner[place[-1]] = value
@@ -389,7 +389,7 @@ def test_wild_values_are_refused_or_harmless(changes: list[tuple[tuple[str | int
 
 
 def add_report_to(folder: Path, file: Path) -> tuple[reported.Reported, Path]:
-    """Add a report to a table of its own."""
+    """Add a report to a separate table."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DESKSIDE_DATA", str(folder / "added"))
         return add_report(file, DATE)

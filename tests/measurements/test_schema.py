@@ -1,4 +1,4 @@
-"""Rows that cannot be: whatever value of a good row is replaced, it is told or it does no harm."""
+"""Impossible rows: whichever value of a valid row is replaced, it is reported or does no harm."""
 
 import copy
 import io
@@ -29,7 +29,7 @@ from tests.probe.test_sweep import World
 BAD: list[Any] = [None, "x", "", [], {}, 0, -1, 0.5, math.nan, math.inf, 1e308, 10**400, True]
 POINT = make_point(depth(8).model, 1024, 8192)
 RESULT = {**fakes.answer(dict(POINT.spec)), "device": "cuda"}
-# A card that is in no table: its rates come from these two rows alone.
+# A GPU that is in no table: its rates are derived from these two rows only.
 UNKNOWN = replace(MACHINE, card="NVIDIA Imaginary 1")
 
 
@@ -39,7 +39,7 @@ def good() -> list[Row]:
 
 
 def paths(value: Any, above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every place in a row, the inner ones too."""
+    """Return every path in a row, including nested ones."""
     if isinstance(value, dict):
         for name, item in value.items():
             yield (*above, name)
@@ -50,7 +50,7 @@ CASES = [(index, path) for index in (0, 1) for path in paths(good()[index])]
 
 
 def replaced(index: int, path: tuple[str, ...], value: Any, rehash: bool) -> list[Row]:
-    """Both rows, with one value of one of them replaced, or left out where `value` is Ellipsis."""
+    """Return both rows, with one value of one of them replaced, or removed if `value` is Ellipsis."""
     rows = copy.deepcopy(good())
     place = rows[index]
     for name in path[:-1]:
@@ -84,7 +84,7 @@ def numbers(value: Any) -> Iterator[float]:
 
 
 def used(folder: Path) -> None:
-    """What plan and probe do with a store. Raises UsageError alone, and comes to no number below zero."""
+    """Use a store as plan and probe do. Only UsageError may be raised, and no number may be negative."""
     rows = open_store(folder).rows(UNKNOWN)
     calibration = calibrate(None, rows)
     found = [getattr(calibration.rates, name) for name in ("matmul_flops", "bandwidth")]
@@ -190,7 +190,7 @@ def test_a_hash_that_is_not_its_keys(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e400", "-1e400"])
 def test_numbers_that_json_or_floats_do_not_have(number: str, tmp_path: Path) -> None:
-    """Even in a field that nobody reads: it would be written on."""
+    """This holds also for a field that nobody reads, because it would be copied."""
     rows = good()
     rows[1]["result"]["loss_last"] = "HERE"
     write(tmp_path, rows)

@@ -1,4 +1,4 @@
-"""The store: what is appended is read again, a torn line is skipped, processes do not disturb each other."""
+"""The store: appended rows are read back, a torn line is skipped, and processes do not disturb each other."""
 
 import dataclasses
 import json
@@ -44,7 +44,7 @@ specs = st.dictionaries(st.sampled_from(["flavour", "number", "more"]), values)
 def row(
     spec: dict[str, Any], status: str = "ok", machine: Machine = MACHINE, **result: Any
 ) -> dict[str, Any]:
-    """A good row, with more in its spec and its result."""
+    """Return a valid row, with additions to its spec and its result."""
     return make_row("point", make_key(machine, SPEC | spec), status, RESULT | result)
 
 
@@ -60,7 +60,7 @@ def test_rows_come_back_as_they_were(written: list[tuple[dict[str, Any], str, An
             [json.loads(line) for line in store.path(MACHINE.card).read_bytes().splitlines()] if rows else []
         )
         assert lines == rows
-        # Brute force over the list: the last final row of a key, else its last row.
+        # Brute force over the list: the last final row of a key, otherwise its last row.
         standing = {}
         for key in {one["hash"] for one in rows}:
             same = [one for one in rows if one["hash"] == key]
@@ -81,7 +81,7 @@ def test_a_file_cut_anywhere_loses_the_last_row_alone(data: st.DataObject) -> No
         second = whole.index(b"\n", whole.index(b"\n") + 1) + 1
         cut = data.draw(st.integers(second, len(whole)))
         path.write_bytes(whole[:cut])
-        # Without its newline alone, or its first byte alone, is a matter apart.
+        # A missing newline, or a single first byte, is tested separately.
         torn = second + 1 < cut < len(whole) - 1
         if torn:
             assert [one["key"]["spec"]["number"] for one in store.rows(MACHINE)] == [0, 1]
@@ -90,7 +90,7 @@ def test_a_file_cut_anywhere_loses_the_last_row_alone(data: st.DataObject) -> No
         store.add(row({"number": 9}))
         found = [one["key"]["spec"]["number"] for one in store.rows(MACHINE)]
         assert found[:2] == [0, 1] and found[-1] == 9
-        assert path.read_bytes().startswith(whole[:cut]), "what was there is not rewritten"
+        assert path.read_bytes().startswith(whole[:cut]), "existing rows were rewritten"
 
 
 def test_the_first_row_may_be_torn() -> None:
@@ -125,7 +125,7 @@ def test_several_processes_append_at_once(tmp_path: Path) -> None:
     assert [writer.wait(60) for writer in writers] == [0] * 4
     found = open_store(tmp_path).rows(MACHINE)
     assert len(found) == 160
-    for number, batch in enumerate(batches):  # each writer's rows in its order
+    for number, batch in enumerate(batches):  # each writer's rows are in its order
         assert [one for one in found if one["key"]["spec"]["writer"] == number] == batch
 
 
@@ -282,8 +282,8 @@ def test_one_process_measures_at_a_time(tmp_path: Path) -> None:
         pytest.fail("two measure at once")
     with store.measuring("another card"):
         pass
-    store.add(row({}))  # the lock holds up no one who only stores
-    holder.kill()  # whatever ends it, the lock ends with it
+    store.add(row({}))  # storing does not need the lock
+    holder.kill()  # the lock ends with its process, however that ends
     holder.communicate()
     with store.measuring(MACHINE.card):
         pass
@@ -304,7 +304,7 @@ def test_a_store_that_cannot_be_written_is_told_before(tmp_path: Path, folder: s
 
 
 def test_a_file_of_rows_that_cannot_be_written_is_told_before(tmp_path: Path) -> None:
-    (tmp_path / FILE).mkdir()  # as root every file can be written
+    (tmp_path / FILE).mkdir()  # root can write every file
     with (
         pytest.raises(UsageError, match="results could not be stored there"),
         open_store(tmp_path).measuring(MACHINE.card),

@@ -39,7 +39,9 @@ def test_accounting_agrees_with_budget(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"gated_mlp": False}])
 def test_flops_agree_with_torchs_counter(changes: dict[str, Any]) -> None:
-    """torch counts every product; the reference attention does the full square, where ours counts the causal half."""
+    """torch counts every product. The reference attention computes the full
+    square, of which we count the causal half.
+    """
     from torch.utils.flop_counter import FlopCounterMode
 
     model, T = make(**changes), 32

@@ -1,4 +1,4 @@
-"""Packed documents and cached generation agree with plain runs."""
+"""Packed documents and cached generation agree with plain forward passes."""
 
 import itertools
 from typing import Any

@@ -1,4 +1,6 @@
-"""Dropout in a model: GPT-2's places of transformers, fused sublayers, recomputation, compilation, and evaluation."""
+"""Dropout in a model: the same places as GPT-2 in transformers, fused
+sublayers, recomputation, compilation, evaluation.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,7 @@ def gradients(model: Transformer, first_token: int = 0) -> Gradients:
 
 
 class Dropped(torch.nn.Module):
-    """In the place of transformers' dropout: the mask of a stream."""
+    """Replaces transformers' dropout, and uses the mask of a stream."""
 
     def __init__(self, stream: int):
         super().__init__()
@@ -43,7 +45,7 @@ class Dropped(torch.nn.Module):
 
 
 def test_gpt2_drops_where_transformers_does(tmp_path: Path) -> None:
-    """With the same masks, transformers' model in training has our loss and our gradients."""
+    """With the same masks, transformers' model in training mode has our loss and our gradients."""
     sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": T, "vocab_size": 64}
     theirs = GPT2LMHeadModel(GPT2Config(**sizes, attn_pdrop=0.0, embd_pdrop=RATE, resid_pdrop=RATE))
     theirs.save_pretrained(tmp_path)
@@ -73,7 +75,7 @@ def test_gpt2_drops_where_transformers_does(tmp_path: Path) -> None:
     "changes", [{}, MOE, {"norm_position": "sandwich"}], ids=["dense", "experts", "sandwich"]
 )
 def test_fused_sublayers_have_the_gradients_of_the_model(changes: dict[str, Any]) -> None:
-    """With every recomputation too, and other ones than without dropout."""
+    """Holds with every recomputation, and the gradients differ from those without dropout."""
     model = make(torch.float64, **changes)
     without, truth = backward(model)[1], gradients(model)
     assert worst(truth, without) > 0.1

@@ -14,7 +14,7 @@ from deskside.precision.convert import convert
 from tests.model.tiny import LEARNED, MOE, WINDOWS, make, tokens
 from tests.sources import PACKAGE, files
 
-# What is attached to a model from outside, which its own source must not know.
+# Features that are attached to a model from outside, which its source must not know.
 OUTSIDE = r"precision|recipe|quanti[sz]|fp8|nvfp4|int8|lora\b|adapter|shard|distribut|\btrain"
 
 
@@ -70,7 +70,7 @@ def test_activation_checkpointing_wraps_any_part(where: str) -> None:
     [({"num_hidden_layers": 4}, 1), ({**WINDOWS, "num_hidden_layers": 6}, 2), (LEARNED, 1)],
 )
 def test_blocks_compile_whole_and_once_per_window(changes: dict[str, Any], graphs: int) -> None:
-    """fullgraph, and no recompilation from layer to layer; a second batch compiles nothing new."""
+    """fullgraph, and no recompilation from layer to layer. A second batch compiles nothing new."""
     torch._dynamo.reset()
     compiled = 0
 

@@ -1,4 +1,4 @@
-"""Initialisation does what its text says."""
+"""Initialization follows its documentation."""
 
 import hashlib
 
@@ -57,11 +57,11 @@ def test_initialisation_is_a_function_of_the_seed() -> None:
     views = [
         t.view.flatten()[:8].tolist() for t in logical_tensors(one) if t.kind == "matrix" and t.view.any()
     ]
-    assert len({tuple(v) for v in views}) == len(views)  # no two matrices alike
+    assert len({tuple(v) for v in views}) == len(views)  # no two matrices are alike
 
 
 def test_every_tensor_is_drawn_by_a_generator_of_its_own() -> None:
-    """What a seed gives stays, whatever draws at the same time and in which order."""
+    """The values of a seed do not depend on other random draws or their order."""
     config = ModelConfig(**{**TINY, "hidden_size": 256, "vocab_size": 512})
     model = Transformer(config)
     initialize(model, 11)

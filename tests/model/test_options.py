@@ -14,7 +14,7 @@ from tests.model.tiny import LEARNED, MOE, WINDOWS, make, tokens
 
 
 def changed_output(change: dict[str, Any], base: dict[str, Any] | None = None) -> bool:
-    """Same weights where they exist in both models; does the output differ?"""
+    """Return True if the outputs differ, with the same weights where they exist in both models."""
     before, after = make(**(base or {})), make(**{**(base or {}), **change})
     values = {t.name: t.view for t in logical_tensors(before)}
     for t in logical_tensors(after):
@@ -90,7 +90,7 @@ def test_biases_are_read(field: str) -> None:
     model = make(norm="layernorm", **{field: True})
     before = model(tokens())
     for t in logical_tensors(model):
-        if t.kind == "bias" and "k_proj" not in t.name:  # a key bias shifts all scores of a query alike
+        if t.kind == "bias" and "k_proj" not in t.name:  # a key bias shifts all scores of a query equally
             old = t.view.clone()
             t.view.add_(torch.linspace(-1, 1, old.numel()))
             assert not torch.allclose(model(tokens()), before, atol=1e-5), t.name
@@ -108,7 +108,7 @@ def test_fused_fields_decide_how_weights_are_stored() -> None:
 
 
 def test_post_norm_is_the_formula() -> None:
-    """x = norm(x + sublayer(x)), the embedding normalised first, and no norm between x and the projections."""
+    """x = norm(x + sublayer(x)), with a normalized embedding and no norm between x and the projections."""
     model = make(norm_position="post", qk_norm=False)
     rotation = model._rotations(17, None)["main"]
     norms = [m.norm for layer in model.layers for m in (layer.attn.input, layer.mlp.input)] + [

@@ -1,4 +1,4 @@
-"""The grouped product under autograd and torch.compile, beside one product per row."""
+"""The grouped product under autograd and torch.compile, compared with one product per row."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Operators against formulas written out, and the names of logical tensors."""
+"""Operators compared with their written-out formulas, and the names of logical tensors."""
 
 import math
 

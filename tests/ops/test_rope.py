@@ -1,4 +1,4 @@
-"""The rotary table equals transformers' to the last bit, up to 16,384 positions, with and without scaling."""
+"""The rotary table is bitwise equal to transformers', up to 16,384 positions, with and without scaling."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embedding
         (1e6, 128, {"factor": 4.0, "original_max_position_embeddings": 32768}),  # as Qwen3 publishes it
         (5e5, 128, {**TO_16K, "attention_factor": 1.25}),
         (5e5, 128, {**TO_16K, "mscale": 1.0, "mscale_all_dim": 0.5}),
-        (5e5, 128, {**TO_16K, "mscale": 0.7}),  # without the other it has no effect
+        (5e5, 128, {**TO_16K, "mscale": 0.7}),  # has no effect without the other one
         (5e5, 128, {**TO_16K, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False}),
         (5e5, 16, {"factor": 1.0, "original_max_position_embeddings": 2048}),
         (1e4, 8, {"factor": 8.0, "original_max_position_embeddings": 8}),
@@ -57,7 +57,7 @@ def test_equals_transformers(theta: float, head_dim: int, scaling: dict[str, Any
 @pytest.mark.parametrize("attention_factor", [None, 1.5])
 @pytest.mark.parametrize("positions", [64, 512])
 def test_longrope_has_the_factors_of_its_length(positions: int, attention_factor: float | None) -> None:
-    """Phi-4-mini's kind: three quarters of the channels turn."""
+    """Configured like Phi-4-mini: three quarters of the channels rotate."""
     generator = torch.Generator().manual_seed(0)
     factors = {
         name: (1 + torch.rand(12, generator=generator) * top).tolist()

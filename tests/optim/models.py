@@ -1,4 +1,4 @@
-"""Small models for the optimiser tests, made of the real operators."""
+"""Small models for the optimizer tests, built from the real operators."""
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ NO_SCALING = Scaling(lr=1.0, embedding_lr=1.0, weight_decay=1.0)
 
 
 class Tiny(nn.Module):
-    """Embedding, one fused and one plain matrix with bias, experts, a gain, a head. 16-dimensional."""
+    """An embedding, one fused and one plain matrix with bias, experts, a gain and a head. 16-dimensional."""
 
     def __init__(self, fused: bool = True, moe: bool = False, tied: bool = False):
         super().__init__()
@@ -37,7 +37,7 @@ class Tiny(nn.Module):
 
 
 def make(seed: int = 0, dtype: torch.dtype = torch.float32, **options: bool) -> Tiny:
-    """A Tiny whose every parameter is random, from `seed`."""
+    """Return a Tiny with random parameters from `seed`."""
     model = Tiny(**options).to(dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -47,7 +47,7 @@ def make(seed: int = 0, dtype: torch.dtype = torch.float32, **options: bool) -> 
 
 
 def backward(model: nn.Module, seed: int) -> None:
-    """Gradients of a cross-entropy on random tokens, different for each seed."""
+    """Compute gradients of a cross-entropy on random tokens, different for each seed."""
     generator = torch.Generator().manual_seed(1000 + seed)
     tokens = torch.randint(0, 11, (3, 8), generator=generator)
     logits = model(tokens[:, :-1])
@@ -55,5 +55,5 @@ def backward(model: nn.Module, seed: int) -> None:
 
 
 def weights(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all parameters."""
+    """Return copies of all parameters."""
     return {name: p.detach().clone() for name, p in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""The average of weights against torch's own (torch.optim.swa_utils), on the device and in host memory."""
+"""The average of weights compared with torch's own (torch.optim.swa_utils), on the device and in host memory."""
 
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +45,7 @@ def averaged(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Mod
 def test_like_torch(
     name: str, function: Callable[..., None], offloaded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offload, "PIECE", 8)  # several pieces of a weight
+    monkeypatch.setattr(offload, "PIECE", 8)  # several pieces per weight
     torch.manual_seed(0)
     _, average = averaged(name=name, offload=offloaded)
     torch.manual_seed(0)
@@ -62,7 +62,7 @@ def test_like_torch(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_the_weights_come_back(dtype: torch.dtype, on_device: bool) -> None:
-    """To the last bit, after an error too; the average of weights in bfloat16 is in float32."""
+    """They are bitwise restored, also after an error. The average of bfloat16 weights is in float32."""
     model, average = averaged(dtype, name="tail", every=2)
     assert average.updates == STEPS // 2
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -94,7 +94,7 @@ def test_ema_counts_progress_not_steps() -> None:
 
 @pytest.mark.parametrize("offloaded", [False, True])
 def test_a_new_start_forgets_everything(offloaded: bool) -> None:
-    """Also weights that were not finite, as before a rollback."""
+    """It forgets weights that were not finite too, as before a rollback."""
     model, average = averaged(name="ema", offload=offloaded)
     for tensor in average.tensors.values():
         tensor.fill_(float("nan"))

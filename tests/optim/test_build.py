@@ -1,4 +1,4 @@
-"""The whole optimiser: against torch.optim.AdamW, groups and scaling, skipping, clipping, exact state."""
+"""The complete optimizer: compared with torch.optim.AdamW; groups and scaling, skipping, clipping, exact state."""
 
 import json
 import math
@@ -59,7 +59,7 @@ def test_adamw_equals_torch_in_float64() -> None:
 
 
 def test_fifty_clipped_scaled_and_skipped_steps_of_a_transformer_equal_torch() -> None:
-    """With the schedule's rates, all that a training step does to AdamW: its trajectory is torch's."""
+    """Covers all that a training step does to AdamW, with the schedule's rates: the trajectory equals torch's."""
     config = AdamWConfig(lr=0.01, embedding_lr=0.05, head_lr=0.02, weight_decay=0.3, grad_clip=1.8)
     scaling = Scaling(lr=7.0, embedding_lr=0.3, weight_decay=2.0)
     model, oracle_model = Transformer(ModelConfig(**TINY)), Transformer(ModelConfig(**TINY))
@@ -68,7 +68,7 @@ def test_fifty_clipped_scaled_and_skipped_steps_of_a_transformer_equal_torch() -
     optimizer = build(model, config, scaling)
     roles = {info.name: info.role for info in optimizer.parameters}
     rates = {"embedding": 0.05 * 0.3, "vector": 0.01 * 0.3, "matrix": 0.01 * 0.3, "head": 0.02 * 0.3}
-    shrinks = 0.01 * 0.3 * 0.3 * 2.0  # of every weight but vectors, in a step at the peak
+    shrinks = 0.01 * 0.3 * 0.3 * 2.0  # of all weights except vectors, in a step at the peak
     groups: list[dict[str, Any]] = [
         {
             "params": [p for name, p in oracle_model.named_parameters() if roles[name] == role],
@@ -103,7 +103,7 @@ def test_fifty_clipped_scaled_and_skipped_steps_of_a_transformer_equal_torch() -
 
 
 def test_cautious_decay_of_tables_and_of_adamw_in_float64() -> None:
-    """Each weight that decays, written out; a skipped step leaves every bit."""
+    """Each weight that decays is written out. A skipped step changes no bit."""
     adamw = AdamWConfig(
         lr=0.01, embedding_lr=None, weight_decay=2.0, betas=(0.7, 0.9), cautious_weight_decay=True
     )
@@ -194,7 +194,9 @@ def test_every_weight_learns(config: AdamWConfig | MuonConfig) -> None:
 
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)
 def test_a_skipped_step_changes_nothing(config: AdamWConfig | MuonConfig) -> None:
-    """Gradients of NaN and infinity, in a step that is skipped: bits stay, and so does all that comes after."""
+    """The gradients contain NaN and infinity, and the step is skipped: neither
+    this step nor later ones change a bit.
+    """
     model, untouched = make(moe=True), make(moe=True)
     optimizer, other = build(model, config, NO_SCALING), build(untouched, config, NO_SCALING)
     train(model, optimizer, range(3), skip=True)
@@ -291,7 +293,7 @@ def test_norm_and_clipping_equal_torch() -> None:
     assert optimizer.muon is not None
     for name, theirs in oracle.named_parameters():
         if (momentum := optimizer.muon.momentum_buffers.get(name)) is not None:
-            # A matrix's gradient is clipped as the update reads it, and momentum starts at zero.
+            # A matrix's gradient is clipped when the update reads it, and momentum starts at zero.
             torch.testing.assert_close(momentum / (1 - optimizer.muon.momentum), theirs.grad)
         else:
             torch.testing.assert_close(gradients[name], theirs.grad)

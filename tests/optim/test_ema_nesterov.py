@@ -1,4 +1,4 @@
-"""EMA-Nesterov against the paper's recurrence around torch's AdamW; its state, its cost, and what it needs."""
+"""EMA-Nesterov compared with the paper's recurrence around torch's AdamW; its state, its cost and its requirements."""
 
 from dataclasses import replace
 from typing import Any
@@ -42,7 +42,7 @@ def train(model: Tiny, optimizer: Optimizer, first: int = 0, last: int = STEPS) 
 
 
 def test_like_the_paper() -> None:
-    """x <- A(x + beta m), m <- gamma m + (1 - gamma) (new x - old x), with A of torch, in float64."""
+    """x <- A(x + beta m), m <- gamma m + (1 - gamma) (new x - old x), where A is torch's, in float64."""
     ours, theirs = make(dtype=torch.float64), make(dtype=torch.float64)
     train(ours, build(ours, ADAMW, NO_SCALING))
     adamw = torch.optim.AdamW(theirs.parameters(), lr=LR, betas=(0.9, 0.95), eps=ADAMW.eps, weight_decay=0.0)

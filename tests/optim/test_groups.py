@@ -1,4 +1,4 @@
-"""Roles of parameters."""
+"""The classification of parameters by role."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Schedules: in range, rising, continuous, ending where they should; stages; the rows of --dry-run."""
+"""Schedules are in range, rise, are continuous, and end where they should; stages; the rows of --dry-run."""
 
 import math
 
@@ -60,7 +60,7 @@ def test_ends_at_the_final_fraction(config: ScheduleConfig, steps: int) -> None:
 def test_is_continuous(config: ScheduleConfig, progress: float, steps: int) -> None:
     step = 1e-9
     distance = abs(lr_factor(config, progress + step, steps) - lr_factor(config, progress, steps))
-    # The steepest stretches: a warm-up of one step in all, and the root at the start of a 1-sqrt decay or at the end
+    # The steepest parts: a warm-up of a single step, and the square root at the start of a 1-sqrt decay or at the end
     # of one with power 0.5.
     steepest = step * steps + step * 1e4 + math.sqrt(step / 0.01)
     assert distance <= steepest

@@ -1,4 +1,4 @@
-"""Muon against torch.optim.Muon, against a plain float64 rewriting of the rule, and against itself unfused."""
+"""Muon compared with torch.optim.Muon, with a plain float64 version of the rule, and with its own unfused form."""
 
 import pytest
 import torch
@@ -49,14 +49,14 @@ def test_equals_torch_muon(shape: tuple[int, int], nesterov: bool) -> None:
     for step in range(4):
         theirs.weight.grad = gradient(theirs.weight.shape, step).float()
         oracle.step()
-    # torch orthogonalises in bfloat16 (about 1 % of an update), everything else agrees.
+    # torch orthogonalizes in bfloat16 (about 1 % of an update); everything else agrees.
     moved = (theirs.weight - linear(*shape, seed=1).weight).norm()
     assert (ours.weight - theirs.weight).norm() < 0.02 * moved
 
 
 @pytest.mark.parametrize("shape", [(48, 32), (32, 48)])
 def test_equals_the_rule_in_float64(shape: tuple[int, int]) -> None:
-    """NorMuon with cautious decay, written out with an SVD; enough iterations for the exact polar factor."""
+    """NorMuon with cautious decay, written out with an SVD. There are enough iterations for the exact polar factor."""
     layer = linear(*shape, seed=2, dtype=torch.float64)
     expected = layer.weight.detach().clone()
     config = MuonConfig(ns_steps=12, momentum=0.9, normalize_beta=0.8)
@@ -86,7 +86,7 @@ def test_equals_the_rule_in_float64(shape: tuple[int, int]) -> None:
 def test_row_floor_and_radial_brake_in_float64(
     shape: tuple[int, int], floor: float, brake: float | None
 ) -> None:
-    """Against the rules written out; two matrices in one weight, each with a length of its own."""
+    """Compared with the rules written out, for two matrices in one weight, each with its own norm."""
     layer = Linear(shape[1], [("a", shape[0]), ("b", shape[0])]).double()
     with torch.no_grad():
         layer.weight.copy_(
@@ -102,7 +102,7 @@ def test_row_floor_and_radial_brake_in_float64(
     for step in range(4):
         g = gradient(expected.shape, step)
         if step == 1:
-            g[: shape[0]] -= 40 * expected[: shape[0]]  # descent makes the first matrix longer
+            g[: shape[0]] -= 40 * expected[: shape[0]]  # descent increases the first matrix's norm
         layer.weight.grad = g.clone()
         optimizer.step(None)
         for rows in (slice(0, shape[0]), slice(shape[0], None)):
@@ -218,5 +218,5 @@ def test_small_states_keep_momentum_in_bfloat16_and_move_alike(states: str) -> N
     assert {t.dtype for t in results[1][1].values()} == {torch.bfloat16}
     for name in results[0][1]:
         moved = results[0][0][name] - start[name]
-        # Rounding turns directions of small singular values, which orthogonalising makes as long as all others.
+        # Rounding rotates directions of small singular values, which orthogonalization makes as long as all others.
         assert 0 < float((results[1][0][name] - results[0][0][name]).norm() / moved.norm()) < 0.1, name

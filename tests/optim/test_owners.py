@@ -1,4 +1,4 @@
-"""Matrices with one owner: an even division of the work, and two or three processes (gloo) against one."""
+"""Matrices with one owner: an even division of the work, and two or three processes (gloo) compared with one."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def test_work_is_divided_evenly_and_always_alike(ranks: int) -> None:
 
 
 def steps(model: Tiny, optimizer: Optimizer, which: range) -> list[float]:
-    """Steps in which each process has the gradients of all; only owners keep those of their matrices."""
+    """Run steps in which every process computes all gradients, but only owners keep those of their matrices."""
     norms = []
     for step in which:
         backward(model, step)
@@ -55,7 +55,7 @@ def worker(rank: int, ranks: int, config: MuonConfig, folder: str) -> None:
     norms = steps(model, optimizer, range(3))
     tensors, data = optimizer.state_dict_flat()
     box: list[Any] = [{key: t.clone() for key, t in tensors.items()}]
-    dist.broadcast_object_list(box, src=0)  # the state of rank 0, as a checkpoint hands it to all
+    dist.broadcast_object_list(box, src=0)  # the state of rank 0, as a checkpoint gives it to all
 
     second = make(moe=True)
     with torch.no_grad():
@@ -69,7 +69,7 @@ def worker(rank: int, ranks: int, config: MuonConfig, folder: str) -> None:
     held = set(optimizer.muon.momentum_buffers)
     final = optimizer.state_dict_flat()[0]
     torch.save((empty, norms, weights(model), weights(second), held, final, data), f"{folder}/{rank}.pt")
-    dist.barrier()  # gloo aborts a process that leaves while the other still talks
+    dist.barrier()  # gloo aborts a process if its peer leaves while it still communicates
     dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""Two processes with FSDP2 against one process: same norms, same weights, and a sharded state that restores."""
+"""Two processes with FSDP2 compared with one: the same norms and weights, and a sharded state that can be restored."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def steps(model: Tiny, optimizer: Optimizer, which: range) -> list[float]:
 
 def sharded() -> Tiny:
     model = make(moe=True)
-    mesh = init_device_mesh("cpu", (2,))  # on a machine with a GPU the default is that
+    mesh = init_device_mesh("cpu", (2,))  # on a machine with a GPU, the default is the GPU
     for layer in model.qkv:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)  # 11 rows of the head and 3 experts do not divide evenly by two
@@ -67,7 +67,7 @@ def worker(rank: int, name: str, folder: str) -> None:
     state = {key: whole(t) for key, t in optimizer.state_dict_flat()[0].items()}
     if rank == 0:
         torch.save((norms, weights, state), f"{folder}/result.pt")
-    dist.barrier()  # gloo aborts a process that leaves while the other still talks
+    dist.barrier()  # gloo aborts a process if its peer leaves while it still communicates
     dist.destroy_process_group()
 
 

@@ -1,4 +1,6 @@
-"""Small and offloaded optimiser state in the whole optimiser: bytes, exact resume, skips, convergence, refusals."""
+"""Small and offloaded optimizer states in the complete optimizer: bytes,
+exact resume, skips, convergence, refusals.
+"""
 
 import json
 import math
@@ -35,7 +37,7 @@ IDS = [f"{c.name} {c.states}{' offload' if c.offload else ''}" for c in CONFIGS]
 
 @pytest.fixture(autouse=True)
 def tiny_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The models of these tests have at most 384 weights in a matrix."""
+    """Lower the size limits, because these tests' models have at most 384 weights in a matrix."""
     monkeypatch.setattr(adamw, "SMALL", 64)
     monkeypatch.setattr(adamw, "OWN_LAUNCH", 64)
     monkeypatch.setattr(offload, "PIECE", 256)
@@ -178,7 +180,7 @@ def test_a_streamer_on_the_cpu_works_in_place() -> None:
 
 
 def test_sharded_weights_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every parameter counts as a DTensor here; real ones need processes (test_sharded.py)."""
+    """Every parameter is treated as a DTensor here. Real ones need processes (test_sharded.py)."""
     monkeypatch.setattr("deskside.optim.build.is_sharded", lambda tensor: isinstance(tensor, nn.Parameter))
     for given, named in (
         (config("adamw", "8bit"), "optim.states: 8bit"),
@@ -190,7 +192,7 @@ def test_sharded_weights_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("given", CONFIGS, ids=IDS)
 def test_clipping_within_the_update_is_clipping_before_it(given: Config) -> None:
-    """To the last bit; and a step that nobody clips is not clipped by the factor of the one before."""
+    """Results are bitwise equal, and a step without clipping does not use the factor of the step before."""
     made = []
     for inside in (True, False):
         model = make()
@@ -212,7 +214,7 @@ def test_clipping_within_the_update_is_clipping_before_it(given: Config) -> None
 
 
 def test_small_weights_with_plain_states_are_updated_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch for each weight is for the large ones; small states leave no choice."""
+    """Separate launches are meant for large weights. Small states leave no choice."""
     monkeypatch.setattr(adamw, "SMALL", 4)
     monkeypatch.setattr(adamw, "OWN_LAUNCH", 10)
     weights = {"w4": torch.zeros(4), "w9": torch.zeros(9), "w10": torch.zeros(10)}
@@ -224,8 +226,9 @@ def test_small_weights_with_plain_states_are_updated_together(monkeypatch: pytes
 
 @pytest.mark.parametrize("states", ["float32", "8bit", "4bit"])
 def test_master_weights_are_those_of_a_model_in_float32(states: str) -> None:
-    """bfloat16 weights are the nearest values of the masters, and these are the weights of a run in float32 that has
-    the same gradients."""
+    """bfloat16 weights are the nearest values of the masters, which equal the weights
+    of a float32 run with the same gradients.
+    """
     low, high = make(dtype=torch.bfloat16), make()
     with torch.no_grad():
         for p, q in zip(high.parameters(), low.parameters(), strict=True):

@@ -1,4 +1,4 @@
-"""An embedding that equals the head at first: against a model that is tied, then against one that is not."""
+"""An embedding that equals the head at first, compared with a tied model, then with an untied one."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ CONFIGS = [AdamWConfig(lr=0.01), MuonConfig(lr=0.01, embedding_lr=0.02), MuonCon
 
 
 def train(model: Tiny, optimizer: Optimizer, steps: range) -> list[float]:
-    """Ten steps are the run. Returns the norms of the gradients."""
+    """Train steps of a run of ten. Return the gradient norms."""
     norms = []
     for step in steps:
         backward(model, step)

@@ -1,4 +1,4 @@
-"""Data, one thread, and a machine that does nothing else."""
+"""Data, one thread, and a machine without other load."""
 
 import pytest
 
@@ -9,5 +9,5 @@ __all__ = ["data", "one_thread", "short_ends"]
 
 @pytest.fixture
 def quiet_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time kept for the end of a run grows with the machine's load, which must not change a test."""
+    """Fix the machine's load, because the time reserved for the end of a run grows with it."""
     monkeypatch.setattr("deskside.pipeline.pipeline_state.contention", lambda: 1.0)

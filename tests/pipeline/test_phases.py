@@ -1,4 +1,6 @@
-"""Doctor, probe and plan as the road uses them: what is skipped and why, what is reused, what a plan becomes."""
+"""Doctor, probe and plan as phases of the pipeline: what is skipped and why,
+what is reused, and the resulting plan.
+"""
 
 import functools
 from collections.abc import Mapping
@@ -51,15 +53,15 @@ CARD_RESULT = {"matmul_peak": 1e14, "copy_bandwidth": 1e12}
 
 
 def result_of(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """A point's result, with one row in each forward pass."""
+    """Return a point's result, with one row in each forward pass."""
     return {**RESULT, "micro_tokens": spec["sequence_length"]}
 
 
 @pytest.fixture
 def card(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """This machine has an RTX 4090 and the data a billion tokens, as far as the planner can tell."""
+    """Make the planner find an RTX 4090 in this machine and a billion tokens in the data."""
     monkeypatch.setattr(probe_store, "this_machine", lambda: CARD)
-    # Of a few thousand nothing can be learnt.
+    # A few thousand tokens would be too few to learn from.
     monkeypatch.setattr(phases, "unique_tokens", lambda data: 10**9)
     return CARD
 
@@ -112,7 +114,9 @@ def test_doctor_is_skipped_in_short_hours(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def surveying(monkeypatch: pytest.MonkeyPatch, outcome: child_process.ProcessOutcome) -> list[str]:
-    """The probe's children give this outcome, with results where it is ok; returns the list of what they were asked."""
+    """Make the probe's child processes return this outcome, with results if it is
+    ok. Return the list of their requests.
+    """
     asked: list[str] = []
 
     def run(target: str, arguments: dict[str, Any], timeout: float) -> child_process.ProcessOutcome:
@@ -126,7 +130,7 @@ def surveying(monkeypatch: pytest.MonkeyPatch, outcome: child_process.ProcessOut
 
 
 def filled(folder: Path, machine: Machine) -> Store:
-    """A store that has everything of this machine."""
+    """Return a store that already contains every measurement of this machine."""
     store = open_store(folder)
     store.add(make_row("card", make_key(machine, {}), "ok", CARD_RESULT))
     for point in calibration_points(machine.memory_bytes, machine.device):
@@ -183,7 +187,7 @@ def test_the_plan_chooses_a_model(card: Machine, data: Path, tmp_path: Path) -> 
     assert config.seed == 5 and config.data.path == str(data) and config.schedule.clock == "wall"
     assert config.schedule.length is not None and config.schedule.length.value == 7200
     assert config.model.vocab_size == 320  # the tokenizer's 300, rounded up
-    # The numbers are of the run that would be trained.
+    # The numbers are those of the run that would be trained.
     assert config.model == whole.best.candidate.setting.model
     lines = phases.plan_lines(result)
     assert lines[0].startswith("plan, modelled from published rates")
@@ -245,7 +249,7 @@ def test_a_plan_that_says_no(card: Machine, data: Path, tmp_path: Path) -> None:
 
 
 def test_nothing_measured_on_a_cpu(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A preset is trained without a plan, with the reason; without a preset there is nothing to choose from."""
+    """A preset is trained without a plan, with the reason. Without a preset, there is nothing to choose from."""
     monkeypatch.setattr(probe_store, "this_machine", lambda: CPU)
     result, whole = phases.plan(make_request(data, tmp_path, preset="124m"), 6900.0)
     assert whole is None and result["status"] == "skipped" and "this is the CPU" in result["reason"]
@@ -278,7 +282,7 @@ def test_too_little_data_is_said_before_anything_is_trained(
 
 @pytest.mark.parametrize("machine", [CPU, CARD])
 def test_three_minutes_have_room_for_a_doctor_and_a_point(machine: Machine) -> None:
-    """The README's first command goes from doctor to report, without anything stored."""
+    """The README's first command runs from doctor to report, without stored measurements."""
     device, started = machine.device, 2.0
     doctor = phases.doctor_allowance(0.05, machine)
     assert doctor - started >= phases.DOCTOR_SECONDS[device]
@@ -301,7 +305,7 @@ def test_a_doctor_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) 
     "loss", [(1.0, 1.1, 1.2), (1.8, 4.1, 6.4), (1.8, 2.0, 3.5), (3.5, 4.0, 5.0), (1.2, 7.9, 15.0)]
 )
 def test_no_model_is_expected_above_the_unigram_baseline(loss: tuple[float, float, float]) -> None:
-    """As go.json has it: the forecast of the plan, in order and never without a width."""
+    """The plan's forecast, as stored in go.json, is ordered and always has a width."""
     request = replace(made.request(value=1.0), text=TextBaselines(unigram=3.0, gzip=2.9))
     plan = make_plan(request)
     assert plan.best is not None

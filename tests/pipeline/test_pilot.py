@@ -1,4 +1,4 @@
-"""The pilot: what it finds, when it stops a run, when it thinks of another model, and what stands in the summary."""
+"""The pilot: what it measures, when it stops a run, when it prefers another model, and its part of the summary."""
 
 import json
 import math
@@ -126,7 +126,7 @@ def test_a_target_out_of_reach_stops_the_run(
     assert pilot.result["step"] <= last <= pilot.result["step"] + 2
     told = capsys.readouterr().err
     assert "0.01 bits per byte is out of reach: its pilot leads to" in told
-    # Saved: who goes on all the same loses nothing.
+    # The run is saved, so a user who continues it anyway loses nothing.
     assert (
         training_run.resume(tmp_path / "run", Pilot(pilot.state, pilot.config, {}, None)).status == "finished"
     )
@@ -139,7 +139,7 @@ def test_a_target_within_the_range_does_not(data: Path, tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_a_pilot_that_was_broken_off_ends_in_the_next_process(data: Path, tmp_path: Path) -> None:
-    """The rows of the first process count: the same end, the same numbers."""
+    """The rows of the first process count, so the end and the numbers are the same."""
 
     class Stopping(Pilot):
         def on_step(self, row: dict[str, Any], total_steps: int) -> None:
@@ -171,7 +171,7 @@ def test_a_run_too_short_for_a_curve_says_nothing_about_its_loss(data: Path, tmp
 def test_half_the_throughput_from_the_middle_on(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It ends on time, with time for what follows, and its decay done."""
+    """The run ends on time, with time for the later phases, and its decay is complete."""
     limit = 20.0
     virtual = tiny_run.VirtualTime(monkeypatch, lambda step: 0.03 * (2.0 if virtual.now > limit / 2 else 1.0))
     schedule = {"length": f"{limit}s", "warmup": 0.02, "decay": 0.5, "final_lr_fraction": 0.1}
@@ -241,14 +241,14 @@ def test_a_band_that_may_not_fit_is_never_the_better_one() -> None:
 
 
 def test_what_a_new_start_would_have_left(data: Path, tmp_path: Path) -> None:
-    """Neither the tail nor a second set-up is training, and a plan's tokens have none of either."""
+    """Neither the time reserved for the end nor a second set-up is training, and a plan's tokens include neither."""
     state = road(tmp_path, hours=1.0)
     pilot = Pilot(state, tiny_run.config(data), {"pretrain_seconds": 3500.0}, None)
     deskside.STARTED -= 100.0  # setting up
     validation = PackedDataset(data, split="val", sequence_length=32)
     pilot.begin(state.run, StopSignal(), validation)
     assert pilot.setup_seconds == pytest.approx(100.0, abs=0.5)
-    deskside.STARTED -= 200.0  # the first steps
+    deskside.STARTED -= 200.0  # the time of the first steps
     left = 3600 - 300 - (6 + 0.005 * 3600) - 100
     assert pilot.band_share_left() == pytest.approx(left / (3500 - 100), abs=1e-3)
     deskside.STARTED -= 4000.0
@@ -256,7 +256,7 @@ def test_what_a_new_start_would_have_left(data: Path, tmp_path: Path) -> None:
 
 
 def test_who_has_asked_for_a_stop_gets_it(data: Path, tmp_path: Path) -> None:
-    """The decision of the same step waits in the file."""
+    """The decision made in the same step stays in the file."""
 
     class Stopped(Pilot):
         def end(self, total_steps: int) -> None:
@@ -279,7 +279,7 @@ def test_what_a_person_chose_or_is_short_of_time_stays() -> None:
 
 
 def test_the_run_stops_for_a_better_band(data: Path, tmp_path: Path) -> None:
-    """A plan that expected a thousand times the tokens, beside a band that the law holds for far better."""
+    """The plan expected a thousand times the tokens, and offers a band that is far better according to the law."""
     weights = 30_000.0
     tokens = STEPS * 256 * 1000.0
     target = band("target", weights=weights, tokens=[tokens, tokens, tokens])

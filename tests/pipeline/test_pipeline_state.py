@@ -1,4 +1,6 @@
-"""The clock of hours: over processes, not while nothing runs, and a kill loses no more than a beat."""
+"""The clock of the pipeline's hours: it spans processes, stops while nothing
+runs, and a kill loses at most one interval.
+"""
 
 import json
 import os
@@ -33,7 +35,7 @@ def begun(folder: Path, hours: float = 1.0, spent: float = 0.0) -> PipelineState
 
 
 def planned(state: PipelineState) -> PipelineState:
-    """The same road with what training needs."""
+    """Fill the pipeline's state with everything that training needs."""
     state.set_result("doctor", {"status": "fit"})
     state.set_result("probe", {"status": "stored"})
     state.set_result("plan", {"status": "skipped", "reason": "a test", "pretrain_seconds": 9.0, "config": {}})
@@ -52,7 +54,7 @@ def test_a_road_that_goes_on_has_what_was_left(tmp_path: Path) -> None:
     first.set_result("doctor", {"status": "fit"})
     first.enter("probe")
     assert first.seconds_left() == pytest.approx(3600 - 150, abs=0.5)
-    # Whatever lies between the two processes does not count.
+    # The time between the two processes does not count.
     second = again(tmp_path)
     assert second.phase == "probe" and second.result("doctor") == {"status": "fit"}
     assert second.result("probe") == {} and second.data["options"] == OPTIONS
@@ -162,7 +164,7 @@ def test_what_was_stopped_before_it_began(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_waits_for_the_note_that_is_being_written(tmp_path: Path) -> None:
-    """The beat copies the state in its own thread, which must not change meanwhile."""
+    """A background thread writes the state regularly, and the state must not change meanwhile."""
     state = begun(tmp_path)
     keeps = [
         threading.Thread(target=state.set_result, args=("doctor", {"status": "fit"})),
@@ -179,7 +181,7 @@ def test_what_is_kept_waits_for_the_note_that_is_being_written(tmp_path: Path) -
 
 
 def test_the_other_run_lies_beside_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From wherever it is asked, and after both were moved."""
+    """The path is found from any directory, and after both runs were moved."""
     monkeypatch.chdir(tmp_path)
     state = planned(begun(Path("runs")))
     assert state.continued_in is None

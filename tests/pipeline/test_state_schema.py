@@ -1,4 +1,4 @@
-"""A damaged go.json: one line, or a road that can be gone on with; never a traceback, never for ever."""
+"""A damaged go.json leads to one line or to a pipeline that can continue; never to a traceback or an endless run."""
 
 import copy
 import json
@@ -22,7 +22,7 @@ from tests.pipeline.test_phases import card, make_request
 
 __all__ = ["card"]  # a fixture
 OTHERS: list[Any] = [None, "x", [], {}, 0, -1, float("nan"), 1e308]
-# What may be another value without being wrong: texts, what a person need not have given, reasons for people.
+# Values that may be replaced without being wrong: texts, options that are not required, and explanations.
 FREE = (
     "command",
     "probes",
@@ -39,7 +39,7 @@ FREE = (
 
 @pytest.fixture
 def good(card: Any, data: Path, tmp_path: Path) -> dict[str, Any]:
-    """The state of a road that trains what the planner chose, with another band beside it."""
+    """The state of a pipeline that trains the planner's choice, with another band beside it."""
     del card
     plan, _ = phases.plan(make_request(data, tmp_path), 6900.0)
     bands = [band for band in plan["bands"] if band["name"] == plan["name"]]
@@ -86,7 +86,7 @@ def replaced(state: dict[str, Any], place: tuple[Any, ...], value: Any) -> dict[
 
 
 def used(state: PipelineState) -> None:
-    """What a resumed road takes from its state."""
+    """Use the state as a resumed pipeline does."""
     plan, options = state.result("plan"), state.data["options"]
     config = phases.final_config(plan["config"], state.hours * 3600)
     pilot = Pilot(state, config, plan, options["target_loss"])
@@ -99,7 +99,7 @@ def used(state: PipelineState) -> None:
             merge.build(
                 [phases.given_layer(make_request(Path(options["data"]), Path(), given=options["given"]))]
             )
-        except UsageError as error:  # of an option by hand, as on the command line
+        except UsageError as error:  # of an option set by hand, as on the command line
             assert "seed" in str(error) or "there is no such option" in str(error)
 
 
@@ -125,9 +125,9 @@ def test_every_value_in_turn(good: dict[str, Any], tmp_path: Path) -> None:
             passed.add((place, repr(value)))
             used(state)
     assert count > 500
-    # Every number that is not finite is found, and nothing that decides may become another kind of thing.
+    # Every number that is not finite is found, and no value that decides anything may change its kind.
     assert not [place for place, value in passed if value == "nan"]
-    unread = ("probe", "reasons", "verdict")  # kept for people
+    unread = ("probe", "reasons", "verdict")  # only shown to people
     deciding = {
         (place, value)
         for place, value in passed
@@ -225,7 +225,7 @@ def test_hours_that_are_over(
     run = written(tmp_path / "run", {**good, "phase": phase, "spent_seconds": 1e9})
     assert main(["go", "--resume", str(run), "--yes"]) == 1
     line = capsys.readouterr().err
-    # What the process itself has taken by now is on top, so the last digits are not known.
+    # The time of this process is added, so the last digits are unknown.
     assert (
         re.match(r"deskside: the time budget is used up: 1000000\d\d\d of 7200 s are spent", line)
         and run.exists()

@@ -14,7 +14,7 @@ from deskside.model.init import InitOptions, initialize
 from deskside.model.transformer import Transformer
 from deskside.precision.convert import QuantizedModel
 
-# Widths are multiples of 128, as the recipes with a Hadamard transform of 128 need; so are the tokens of a pass.
+# Widths are multiples of 128, for the recipes with a Hadamard transform of 128; so are the tokens of a pass.
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
     "hidden_size": 128,
@@ -30,25 +30,27 @@ Gradients = dict[str, Tensor]
 
 
 def quantized_layers(applied: QuantizedModel) -> int:
-    """Linear layers whose products are in fewer than 16 bits."""
+    """Return the linear layers whose products have fewer than 16 bits."""
     return len(applied._linears) if applied.backend else sum(not plan.plain for plan in applied._plans)
 
 
 def fresh(**changes: Any) -> Transformer:
-    """As a run begins: blocks add little to the stream, so that the noise of products hardly grows on its way."""
+    """Return a model with a run's initial weights: blocks add little to the
+    stream, so the products' noise hardly grows.
+    """
     model = Transformer(ModelConfig(**{**SIZES, **changes}))
     initialize(model, 0)
     return model
 
 
 def make(dtype: torch.dtype = torch.float32, **changes: Any) -> Transformer:
-    """Weights at a scale where everything matters."""
+    """Return a model with weights at a scale where everything matters."""
     model = Transformer(ModelConfig(**{**SIZES, **changes}))
     initialize(model, 0, InitOptions(embedding_std=0.5, head_std=0.3, output="fan_in"))
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "norm" in name:  # ones hide a weight that is forgotten
+            if "norm" in name:  # ones would hide a forgotten weight
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
     return model.to(dtype)
 
@@ -61,7 +63,7 @@ def tokens(seed: int = 0, rows: int = B) -> Tensor:
 def backward(
     model: Transformer, context: AttentionContext | None = None, passes: int = 1, **options: Any
 ) -> tuple[float, Gradients]:
-    """Loss and gradients of the mean loss of B rows, in `passes` micro-batches."""
+    """Return the loss and the gradients of the mean loss of B rows, computed in `passes` micro-batches."""
     model.zero_grad()
     device = next(model.parameters()).device
     total = 0.0
@@ -75,17 +77,17 @@ def backward(
 
 
 def worst(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> float:
-    """The largest relative Frobenius error among the gradients."""
+    """Return the largest relative Frobenius error among the gradients."""
     assert found.keys() == truth.keys()
     return max(float((found[n].double() - t).norm() / t.norm()) for n, t in truth.items())
 
 
 def error_and_slope(found: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> tuple[float, float]:
-    """Of all gradients as one vector: relative error, and the factor by which the truth stands in what was found."""
+    """Treat all gradients as one vector: return its relative error, and the coefficient of the truth in it."""
     a, b = (torch.cat([g[n].double().flatten().cpu() for n in truth]) for g in (found, truth))
     return float((a - b).norm() / b.norm()), float(a @ b / (b @ b))
 
 
 def everywhere(name: str) -> Recipe:
-    """The recipe in every block."""
+    """Return the recipe, applied to every block."""
     return replace(recipe_named(name), keep_first=0.0, keep_last=0.0)

@@ -1,7 +1,7 @@
-"""NVIDIA's own Python reference of NVFP4, out of the plain transformer-engine package, on a CPU.
+"""NVIDIA's own Python reference of NVFP4, from the plain transformer-engine package, on a CPU.
 
-The package's front door imports compiled parts that are not there, so the three files that hold the reference are
-loaded by path, with empty stand-ins for the four modules they import; nothing stays behind in sys.modules.
+The package imports compiled parts that are missing, so the three files with the reference are loaded by path, with
+empty replacements for the four modules that they import. Nothing stays in sys.modules.
 """
 
 import importlib.util
@@ -28,7 +28,7 @@ class _Quantizer:
 
 @cache
 def reference() -> Any:
-    """The module reference_nvfp4. Skips the test where the package is not installed."""
+    """Return the module reference_nvfp4. Skips the test if the package is not installed."""
     sources = folder() / "pytorch" / "custom_recipes"
     empty: dict[str, Any] = {
         name: ModuleType(name)
@@ -58,7 +58,7 @@ def reference() -> Any:
 
 
 def quantizer(tile: int, hadamard: bool = False, four_over_six: bool = False) -> Any:
-    """Tiles of 1x16 or 16x16. The transform applies to the columnwise copy alone (`data_t`)."""
+    """Return a quantizer with tiles of 1x16 or 16x16. The transform applies only to the columnwise copy (`data_t`)."""
     module = reference()
     return module.NVFP4QuantizerRef(
         dtype=module.reference_utils.Fp4Formats.E2M1,
@@ -71,7 +71,7 @@ def quantizer(tile: int, hadamard: bool = False, four_over_six: bool = False) ->
 
 
 def quantized(by: Any, x_NK: Tensor) -> Any:
-    """by.quantize(x). Without oneDNN, whose bfloat16 products (the transform) take subnormal numbers for zeros."""
+    """Return by.quantize(x), without oneDNN, whose bfloat16 products (the transform) flush subnormals to zero."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="TF32 acceleration")
         with torch.backends.mkldnn.flags(enabled=False):
@@ -79,7 +79,7 @@ def quantized(by: Any, x_NK: Tensor) -> Any:
 
 
 def multiply(quantized_by: Any, x: Any, w: Any, weight_gradient: bool = False) -> Tensor:
-    """x w^T of two quantised matrices in float32, or x^T w from their columnwise copies."""
+    """Return x w^T of two quantized matrices in float32, or x^T w from their columnwise copies."""
     module = reference()
     kind = module.gemm.GEMMType.WGRAD if weight_gradient else module.gemm.GEMMType.FPROP
     x_data, x_scale = (x.data_t, x.scale_t) if weight_gradient else (x.data, x.scale)

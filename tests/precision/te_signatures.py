@@ -1,7 +1,7 @@
 """transformer-engine's public functions as their sources declare them, where the compiled parts are not installed.
 
-`transformer_engine.pytorch` only imports beside its compiled library. Its sources are in the plain package, so that a
-call can be held against the real signature, and the real recipes (one file of plain Python) can be built.
+`transformer_engine.pytorch` can only be imported with its compiled library. Its sources are in the plain package, so
+a call can be checked against the real signature, and the real recipes (one file of plain Python) can be built.
 """
 
 import ast
@@ -17,10 +17,10 @@ import pytest
 
 @cache
 def folder() -> Path:
-    """Return the folder of the sources. Skips the test where they are not installed.
+    """Return the folder of the sources. Skips the test if they are not installed.
 
-    `make install` puts them below a folder of their own: the package without its compiled library, found under its
-    usual name, makes `import peft` fail.
+    `make install` puts them into a separate folder: if the package is found under its usual name but lacks
+    its compiled library, `import peft` fails.
     """
     for name in ("deskside_oracles", "transformer_engine"):
         found = importlib.util.find_spec(name)
@@ -32,7 +32,7 @@ def folder() -> Path:
 
 
 def signature(file: str, *path: str) -> inspect.Signature:
-    """Of a function, or of a class's method, in a file of the package; without `self`."""
+    """Return the signature of a function or of a class's method in a file of the package, without `self`."""
     body: list[ast.stmt] = ast.parse((folder() / file).read_text("utf-8")).body
     for name in path:
         (node,) = [n for n in body if isinstance(n, ast.ClassDef | ast.FunctionDef) and n.name == name]
@@ -55,7 +55,7 @@ def signature(file: str, *path: str) -> inspect.Signature:
 
 
 def exported() -> set[str]:
-    """What `transformer_engine.pytorch` hands out."""
+    """Return the names that `transformer_engine.pytorch` exports."""
     tree = ast.parse((folder() / "pytorch/__init__.py").read_text("utf-8"))
     froms = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
     return {alias.asname or alias.name for node in froms for alias in node.names}
@@ -63,11 +63,11 @@ def exported() -> set[str]:
 
 @cache
 def recipes() -> ModuleType:
-    """The real module `transformer_engine.common.recipe`."""
+    """Return the real module `transformer_engine.common.recipe`."""
     name = "te_recipes_by_path"
     spec = importlib.util.spec_from_file_location(name, folder() / "common/recipe/__init__.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # its dataclasses look their annotations up there
+    sys.modules[name] = module  # its dataclasses look up their annotations there
     spec.loader.exec_module(module)
     return module

@@ -1,4 +1,4 @@
-"""Adapters on whole models: what is frozen, what trains and by which rule, compiled blocks, and what is refused."""
+"""Adapters on complete models: what is frozen, what trains and by which rule, compiled blocks, and refused options."""
 
 import copy
 from collections.abc import Iterator
@@ -72,7 +72,7 @@ def test_only_adapters_and_rows_train(base: Any) -> None:
 
 
 def test_rates_and_decay() -> None:
-    seven = Scaling(lr=7.0, embedding_lr=7.0, weight_decay=7.0)  # of weights that are trained whole
+    seven = Scaling(lr=7.0, embedding_lr=7.0, weight_decay=7.0)  # of weights that are trained completely
     optimizer = build(adapted("bf16", (3,)), AdamWConfig(lr=1e-4, weight_decay=0.3), seven)
     found = {group.name: (group.peak_lr, group.weight_decay) for group in optimizer.adamw.groups}
     assert found == {"adapters": (1e-4, 0.3), "rows": (1e-4, 0.0)}
@@ -112,7 +112,7 @@ def test_the_hand_written_halves_leave_adapted_blocks_alone(base: Any) -> None:
 
 @pytest.mark.parametrize("base", FORMATS)
 def test_float32_beside_frozen_weights_is_float32(base: Any) -> None:
-    """Whatever dtype is frozen: its values, in float32 products."""
+    """The values are those of the frozen dtype, but the products are in float32."""
     model = adapted(base)
     whole = copy.deepcopy(model).float()
     convert(model, "fp32")
@@ -134,7 +134,7 @@ def test_float32_beside_frozen_weights_is_float32(base: Any) -> None:
 def test_compiled_blocks_compute_the_same_and_keep_no_dense_weights(
     base: Any, shape: dict[str, int], options: dict[str, Any], fresh_compiler: None
 ) -> None:
-    """The partitioner of torch.compile would keep what forward and backward both make: the weights, dense."""
+    """torch.compile's partitioner would otherwise keep the dense weights, which forward and backward both compute."""
     results = []
     for compiled in (False, True):
         model = adapted(base, options=options, **shape)

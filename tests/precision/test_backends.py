@@ -1,4 +1,4 @@
-"""torchao on a CPU against our own emulated FP8 and ml_dtypes; transformer-engine's adapter against its sources."""
+"""torchao on a CPU compared with our emulated FP8 and ml_dtypes, and transformer-engine's adapter with its sources."""
 
 import inspect
 import sys
@@ -33,7 +33,7 @@ ROWS, IN, OUT = 256, 96, 128
 
 
 def small(bias: bool = False) -> nn.Sequential:
-    """A stream of activations and a projection, as in the self-check."""
+    """Return a stream of activations and a projection, as in the self-check."""
     torch.manual_seed(0)
     model = nn.Sequential(Embedding(ROWS, IN), Linear(IN, [("a", 32), ("b", OUT - 32)], bias=bias))
     for parameter in model.parameters():
@@ -46,7 +46,7 @@ def incoming(seed: int = 1) -> Tensor:
 
 
 def products(model: nn.Sequential, seed: int = 1) -> tuple[Tensor, ...]:
-    """Output, and the gradients of input and weight, which are added to what is there."""
+    """Return the output, and the gradients of input and weight, which are added to existing ones."""
     output: Tensor = model(torch.arange(ROWS))
     output.backward(incoming(seed))
     return output.detach(), model[0].weight.grad, model[1].weight.grad
@@ -54,7 +54,7 @@ def products(model: nn.Sequential, seed: int = 1) -> tuple[Tensor, ...]:
 
 @torch.no_grad()
 def off(got: Tensor, expected: Tensor) -> float:
-    """Relative Frobenius error."""
+    """Return the relative Frobenius error."""
     return float((got.double() - expected.double()).norm() / expected.double().norm())
 
 
@@ -91,7 +91,7 @@ needs_torchao = pytest.mark.skipif(
 def test_self_check_runs_through_torchao(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     result = check(recipe, "cpu", backend="torchao")
     assert result.ok and not result.native and result.reason == ""
-    # E4M3's noise: 2.6 % for each operand, 3.7 % together; E5M2's operand makes it 5.9 %.
+    # E4M3's noise is 2.6 % for each operand and 3.7 % together. E5M2's operand makes it 5.9 %.
     assert 0.03 < result.errors["output"] < 0.045
     assert 0.03 < result.errors["weight gradient"] < 0.07
     original = torchao.with_weight_of
@@ -102,8 +102,9 @@ def test_self_check_runs_through_torchao(recipe: str, monkeypatch: pytest.Monkey
 
 @needs_torchao
 def test_tensorwise_is_our_fp8_tensorwise() -> None:
-    """The same formats and scales, so the same products: up to the order of float32 sums before a BF16 rounding, and up
-    to the BF16 (2^-9 = 2.0e-3 at most, 1.7e-3 on average) in which torchao's weight gradient leaves its product."""
+    """Formats and scales are the same, so the products are the same, up to the order of float32 sums before a BF16
+    rounding. torchao also rounds its weight gradient to BF16 (2^-9 = 2.0e-3 at most, 1.7e-3 on average).
+    """
     ours, theirs, plain = small(), small(), small()
     convert(ours, "fp8-tensorwise", native=False)
     assert quantized_layers(convert(theirs, "fp8-tensorwise", PrecisionConfig(backend="torchao"))) == 1
@@ -112,12 +113,14 @@ def test_tensorwise_is_our_fp8_tensorwise() -> None:
     assert off(got[0], expected[0]) < 1e-4
     assert off(got[1], expected[1]) < 1e-4
     assert off(got[2], expected[2]) < 2**-9
-    assert all(off(a, b) > 0.03 for a, b in zip(got, other, strict=True))  # and not simply BF16
+    assert all(off(a, b) > 0.03 for a, b in zip(got, other, strict=True))  # not simply BF16
     assert [t.dtype for t in got] == [torch.bfloat16, torch.float32, torch.float32]
 
 
 def by_rows(x: Tensor, summed: int) -> np.ndarray:
-    """E4M3 by ml_dtypes, with a power of two for each line along the summed dimension; in float64 again."""
+    """Return E4M3 by ml_dtypes, with a power-of-two scale for each line along the
+    summed dimension, back in float64.
+    """
     values = x.detach().double().numpy()
     scale = 2.0 ** np.floor(np.log2(448 / np.abs(values).max(axis=summed, keepdims=True)))
     codes = (values * scale).astype(np.float32).astype(ml_dtypes.float8_e4m3fn)
@@ -126,7 +129,7 @@ def by_rows(x: Tensor, summed: int) -> np.ndarray:
 
 @needs_torchao
 def test_rowwise_is_e4m3_by_rows_in_all_three_products() -> None:
-    """torchao rounds scales by rows down to powers of two, which ours does not: here ml_dtypes does the same."""
+    """torchao rounds scales by rows down to powers of two, which ours does not. ml_dtypes computes the same here."""
     model = small()
     convert(model, "fp8-rowwise", PrecisionConfig(backend="torchao"))
     x, weight, grad = model[0](torch.arange(ROWS)), model[1].weight, incoming()
@@ -205,7 +208,9 @@ def loss_of(model: Any) -> Tensor:
 
 @needs_torchao
 def test_blocks_compile_whole_and_share_their_code() -> None:
-    """No graph breaks, and one piece of code for all blocks, although each block's layers are lent other weights."""
+    """There are no graph breaks, and all blocks share one piece of code, although
+    each block's layers use other weights.
+    """
     config = given(
         model={"num_hidden_layers": 4},
         precision={"name": "fp8-tensorwise", "backend": "torchao", "keep": ("o_proj",)},
@@ -213,7 +218,7 @@ def test_blocks_compile_whole_and_share_their_code() -> None:
     world = World(torch.device("cpu"))
     model = setup.build_model(config, world, "fp8-tensorwise")
     for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.1)  # projections begin at zero, and then no gradient passes them
+        nn.init.normal_(parameter, std=0.1)  # projections begin at zero, which blocks every gradient
     execution = setup.prepare_execution(config, model, world, "fp8-tensorwise")
     assert execution.mode == "off" and quantized_layers(execution.precision) == 4 * 3
     loss_of(model).backward()
@@ -266,12 +271,12 @@ def test_the_way_of_executing_is_refused_by_name() -> None:
             setup.prepare_execution(config, model, world, "fp8-tensorwise")
 
 
-# transformer-engine: the library itself needs a card (tests/gpu/test_backends.py). Here every call is held against the
-# signature in its sources, the recipes are the real ones, and a plain product stands for te.Linear's.
+# transformer-engine: the library itself needs a GPU (tests/gpu/test_backends.py). Here, every call is checked against
+# the signature in its sources, the recipes are real, and a plain product replaces te.Linear's.
 
 
 class Stand:
-    """In place of transformer_engine.pytorch: what was called, and forward passes as delayed scaling counts them."""
+    """Replaces transformer_engine.pytorch: records calls, and counts forward passes as delayed scaling does."""
 
     def __init__(self) -> None:
         self.depth, self.passes, self.inside_calls = 0, 0, 0
@@ -295,7 +300,7 @@ class Stand:
             def forward(self, *args: Any, **kwargs: Any) -> Tensor:
                 x = call.bind(*args, **kwargs).arguments["inp"]
                 assert stand.depth > 0, "called outside of autocast, where it computes in BF16"
-                # As its set_activation_dtype: parameters of another dtype need torch.autocast.
+                # Like its set_activation_dtype: parameters of another dtype need torch.autocast.
                 assert torch.is_autocast_enabled(x.device.type) or x.dtype == self.weight.dtype
                 stand.inside_calls += 1
                 return nn.functional.linear(x, self.weight)
@@ -384,7 +389,7 @@ def test_their_layers_share_our_weights(stand: Stand) -> None:
 
 
 def test_a_forward_pass_is_one_region(stand: Stand) -> None:
-    """With a region for each layer delayed scaling would move every layer's history once for every layer."""
+    """With a region for each layer, delayed scaling would advance every layer's history once per layer."""
     config = given(precision={"name": "fp8-delayed", "backend": "transformer-engine"})
     world = World(torch.device("cpu"))
     model = setup.build_model(config, world, "fp8-delayed")
@@ -425,7 +430,7 @@ def test_a_card_and_a_size_that_it_cannot_take_are_named(
 
 
 def test_the_signatures_are_those_of_the_sources() -> None:
-    """The helper reads what inspect would: held against a file of the package that does import."""
+    """The helper returns what inspect would: compared on a file of the package that can be imported."""
     theirs = inspect.signature(te_signatures.recipes().Recipe.__setattr__)
     read = te_signatures.signature("common/recipe/__init__.py", "Recipe", "__setattr__")
     assert list(read.parameters) == list(theirs.parameters)[1:]

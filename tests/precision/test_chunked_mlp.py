@@ -1,4 +1,4 @@
-"""MLPs that are computed for some tokens at a time: the gradients of whole ones, with less memory at once."""
+"""MLPs computed in chunks of tokens: the same gradients as whole ones, with less memory at a time."""
 
 from typing import Any
 

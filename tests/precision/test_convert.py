@@ -1,4 +1,4 @@
-"""A recipe goes onto a model, is switched off and on, and comes off again."""
+"""A recipe is applied to a model, switched off and on, and removed again."""
 
 from dataclasses import replace
 from typing import Any
@@ -96,7 +96,9 @@ def test_kept_blocks_are_as_written_where_bf16_is_not_fused() -> None:
 )
 @pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
 def test_projections_that_stay_in_bf16(keep: tuple[str, ...], left: int, norm: str) -> None:
-    """One of a fused weight keeps the whole of it; by halves, and layer by layer where they do not cover the model."""
+    """A fused weight stays in BF16 if one of its projections does, in fused sublayers and, where those
+    do not cover the model, in single layers.
+    """
     applied = convert(
         fresh(norm=norm), everywhere("fp8-tensorwise"), PrecisionConfig(keep=keep), fused=True, native=False
     )
@@ -163,7 +165,7 @@ def test_sizes_that_do_not_divide_are_refused_by_name(
 def test_the_configuration_refuses_what_the_layers_cannot_do(
     name: str, hidden: int, inside: int, heads: int, grouped: bool, channels: int, gated: bool, apart: bool
 ) -> None:
-    """And nothing else: what it takes can be applied."""
+    """And nothing else: every accepted option can be applied."""
     sizes: dict[str, Any] = {
         "hidden_size": 16 * hidden,
         "intermediate_size": 16 * inside,
@@ -203,7 +205,7 @@ def test_amds_cards_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["bf16", *QUANTIZED])
 def test_evaluation_is_in_bf16_and_changes_nothing(name: str) -> None:
-    """Between two steps: its loss is BF16's, and the second step is the one that a run without it would do."""
+    """Evaluated between two steps: the loss is BF16's, and the second step equals that of a run without evaluation."""
     model, other = fresh(num_hidden_layers=2), fresh(num_hidden_layers=2)
     with torch.no_grad():
         convert(other, "bf16", fused=True)
@@ -289,7 +291,7 @@ def test_steps_in_bf16_leave_no_mark_in_the_scales() -> None:
     [*((name, float("inf")) for name in QUANTIZED), ("fp8-delayed", float("nan")), ("nvfp4", float("nan"))],
 )
 def test_a_weight_that_is_not_finite_reaches_loss_gradients_or_trouble(name: str, value: float) -> None:
-    """Saturation must not hide it from the finite check of a step."""
+    """Saturation must not hide it from a step's check for finite values."""
     model = make(num_hidden_layers=2)
     applied = convert(model, everywhere(name), fused=True, native=False)
     for step in range(1, 4 if name == "fp8-delayed" else 2):

@@ -1,4 +1,6 @@
-"""Experts in FP8 and NVFP4: their products against float64 on operands quantized by others, and whole steps."""
+"""Experts in FP8 and NVFP4: their products compared with float64 on
+independently quantized operands, and whole steps.
+"""
 
 import math
 from collections.abc import Callable
@@ -32,7 +34,7 @@ Multiply = Callable[..., Tensor]
 
 
 def fp8_by_ml_dtypes(x_NK: Tensor) -> Tensor:
-    """x, quantized with a scale per row and dequantized, in float64."""
+    """Return x in float64, quantized with a scale per row and dequantized."""
     ml_dtypes = pytest.importorskip("ml_dtypes")
     largest = x_NK.double().abs().amax(1, keepdim=True)
     scale = torch.where(largest == 0, 1.0, torch.exp2(torch.floor(torch.log2(448.0 / largest))))
@@ -41,7 +43,7 @@ def fp8_by_ml_dtypes(x_NK: Tensor) -> Tensor:
 
 
 def fake_quantized(x_NK: Tensor, operand: Operand, along: str) -> Tensor:
-    """One expert's operand, quantized and dequantized, in float64. Only for operands without random numbers."""
+    """Return one expert's operand in float64, quantized and dequantized. Only for operands without random numbers."""
     if operand.format == "e4m3":
         return fp8_by_ml_dtypes(x_NK) if along == "columns" else fp8_by_ml_dtypes(x_NK.T).T
     if operand.format == "nvfp4":
@@ -72,13 +74,13 @@ def products(plan: ExpertLinear, routing: moe.Routing, x_ND: Tensor, g_SM: Tenso
 
 
 def routing_of(chosen: list[int], align: int) -> moe.Routing:
-    """One expert for each token."""
+    """Route each token to one expert."""
     logits = torch.nn.functional.one_hot(torch.tensor(chosen), E).float() * 10
     return moe.route(logits, 1, True, align)
 
 
 def operands(routing: moe.Routing, count: int) -> tuple[Tensor, Tensor]:
-    """Tokens (count, K) and gradients of sorted rows (S, M), in bfloat16; padding has none."""
+    """Return tokens (count, K) and gradients of sorted rows (S, M) in bfloat16. Padding has no gradient."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(count, K, generator=generator) * torch.logspace(-2, 2, count)[:, None]
     g = torch.randn(len(routing.tokens_S), M, generator=generator) * 1e-4
@@ -160,7 +162,9 @@ def scaled_grouped_mm(
     out_dtype: torch.dtype,
     use_fast_accum: bool,
 ) -> Tensor:
-    """What torch's operator is defined to give and to refuse (aten/native/cuda/GroupedBlas.cpp), in float64."""
+    """Compute what torch's operator is documented to return and to refuse
+    (aten/native/cuda/GroupedBlas.cpp), in float64.
+    """
     assert a.dtype == b.dtype == torch.float8_e4m3fn and out_dtype == torch.bfloat16
     assert scale_a.dtype == scale_b.dtype == torch.float32 and offs.dtype == torch.int32
     assert a.stride(-1) == 1 and b.stride(-2) == 1 and a.stride(0) % 16 == 0 and b.stride(-1) % 16 == 0
@@ -290,7 +294,9 @@ def test_experts_use_rowwise_fp8_and_say_so() -> None:
 
 
 def test_router_and_statistics_do_not_see_padding() -> None:
-    """The logits are computed in bfloat16 from the same inputs, so the first layer chooses alike in every recipe."""
+    """The logits are computed in bfloat16 from the same inputs, so the first
+    layer makes the same choice in every recipe.
+    """
     seen: dict[str, Tensor] = {}
     for recipe in ("bf16", "fp8-delayed"):
         model = make(**{**EXPERTS, "moe_intermediate_size": 128, "num_hidden_layers": 1})

@@ -1,4 +1,6 @@
-"""The formats against ml_dtypes (Google's, as JAX uses it) and against plain arithmetic over all values of a format."""
+"""The formats compared with ml_dtypes (Google's, as used by JAX), and with
+plain arithmetic over all values of a format.
+"""
 
 from collections.abc import Callable
 
@@ -28,12 +30,12 @@ def _seeded() -> None:
 
 
 def every(dtype: torch.dtype) -> Tensor:
-    """All 65,536 values of a 16-bit format."""
+    """Return all 65,536 values of a 16-bit format."""
     return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
 
 
 def random_bits(count: int, seed: int) -> Tensor:
-    """float32 of random bits, so of every exponent, without NaN."""
+    """Return float32 of random bits, thus of every exponent, without NaN."""
     bits = torch.randint(
         -(2**31), 2**31, (count,), dtype=torch.int64, generator=torch.Generator().manual_seed(seed)
     )
@@ -42,7 +44,7 @@ def random_bits(count: int, seed: int) -> Tensor:
 
 
 def around_ties(grid: np.ndarray) -> Tensor:
-    """Both signs of every value of a format and every middle between two, and the float32 on either side of each."""
+    """Return both signs of every value of a format, every midpoint, and the float32 values on either side of each."""
     middles = (grid[1:] + grid[:-1]) / 2
     points = np.concatenate([grid, middles]).astype(np.float32)
     near = np.concatenate(
@@ -52,13 +54,15 @@ def around_ties(grid: np.ndarray) -> Tensor:
 
 
 def within(format: str) -> Callable[[Tensor], Tensor]:
-    """In this format's range most of the time: the exponents of random bits are mostly outside."""
+    """Return values that are mostly in this format's range, which the exponents of random bits are not."""
     largest = float(GRIDS[format][-1])
     return lambda x: torch.fmod(x, largest)
 
 
 def assert_fp8(x: Tensor, format: FP8) -> None:
-    """To the bit: ml_dtypes' cast of the clamped value (it gives NaN or infinity out of range); NaN to NaN."""
+    """Assert bitwise equality with ml_dtypes' cast of the clamped value (it gives NaN
+    or infinity out of range); NaN gives NaN.
+    """
     largest = formats.LARGEST[format]
     ours = formats.to_fp8(x, format)
     with np.errstate(invalid="ignore"):  # numpy warns of NaN
@@ -119,7 +123,8 @@ def test_stochastic_rounding_goes_to_a_neighbour_and_its_mean_is_the_value(forma
     grid = GRIDS[format]
     x = torch.cat([within(format)(random_bits(2_000, seed=2)).abs(), torch.rand(2_000) * float(grid[-1])])
     x = torch.cat([x, around_ties(grid).abs(), torch.tensor([1e4])])
-    # Noise at the middles of n equal parts of [0, 1): the mean over it is exact to 1 / 2n of a step, without chance.
+    # Noise at the midpoints of n equal parts of [0, 1): the mean over it is exact to 1 / 2n of a step,
+    # deterministically.
     n = 512
     noise = ((torch.arange(n) + 0.5) / n)[:, None].expand(n, len(x))
     rounded = stochastic(format, x.expand(n, -1), noise).double().numpy()

@@ -1,4 +1,6 @@
-"""Frozen NF4 and INT8 weights against bitsandbytes' own modules, float64, and what they promise about training."""
+"""Frozen NF4 and INT8 weights compared with bitsandbytes' own modules and
+float64, and their guarantees for training.
+"""
 
 import sys
 from typing import Any
@@ -122,7 +124,9 @@ def test_the_dense_weight_is_not_kept_for_the_backward(format: str) -> None:
 
 
 class Touched(TorchDispatchMode):
-    """Operators that read or write a tensor of `numbers` numbers, in order; views and fresh memory are none."""
+    """Records operators that read or write a tensor with `numbers` elements, in
+    order, except views and allocations.
+    """
 
     def __init__(self, *numbers: int) -> None:
         super().__init__()
@@ -130,7 +134,7 @@ class Touched(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
-        # A view's schema has an alias that is not written; an operator in place writes what it aliases.
+        # A view's schema has an alias that is not written. An in-place operator writes what it aliases.
         schema = function._schema
         view = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
         tensors = [t for t in tree_leaves((args, kwargs, out)) if isinstance(t, torch.Tensor)]
@@ -142,7 +146,7 @@ class Touched(TorchDispatchMode):
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_activations_meet_nothing_but_the_product(format: str) -> None:
-    """Scales belong to the weight: a pass over the activations would cost more than one over the weights."""
+    """Scales are applied to the weight, because a pass over the activations would cost more."""
     layer = frozen(linear(), format)
     x, grad = torch.randn(7, IN).bfloat16().requires_grad_(), torch.randn(7, ROWS).bfloat16()
     with Touched(7 * IN, 7 * ROWS) as touched:
@@ -169,7 +173,9 @@ def test_a_model_is_frozen_whole_and_computes_nearly_the_same(format: str) -> No
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("format", FORMATS)
 def test_experts_are_frozen_as_one_weight_and_compute_with_it(format: str, bias: bool) -> None:
-    """The codes are bitsandbytes' own or those of a `FrozenLinear`, output and gradient those of the dense weights."""
+    """The codes are those of bitsandbytes or of a `FrozenLinear`; output and
+    gradient equal those of the dense weights.
+    """
     torch.manual_seed(0)
     source, counts = Experts(3, 64, 96, "silu", gated=True, bias=bias), torch.tensor([4, 0, 5])
     for weight in source.parameters():
@@ -244,7 +250,7 @@ def test_training_it_is_refused_with_the_reason(format: str) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_an_adapter_beside_it_learns(format: str) -> None:
-    """y = x W^T + (x A) B: the adapter gets the gradients that it would get beside the dense weight."""
+    """y = x W^T + (x A) B: the adapter gets the same gradients as with the dense weight."""
     layer = frozen(linear(), format)
     x = torch.randn(8, IN)
     a, b = (0.1 * torch.randn(IN, 4)).requires_grad_(), torch.zeros(4, ROWS, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The hand-written gradients of a mixture of experts, against the model as it is written and transformers."""
+"""The hand-written gradients of a mixture of experts, compared with the plain model and with transformers."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def backward(model: Transformer, passes: int = 1) -> tuple[float, Gradients]:
-    """Gradients of the cross-entropy, and of the load-balancing and z-loss of the routers."""
+    """Return the gradients of the cross-entropy and of the routers' load-balancing and z-loss."""
     model.zero_grad()
     total = 0.0
     for x, y in zip(tokens().chunk(passes), tokens(1).chunk(passes), strict=True):
@@ -92,9 +92,9 @@ def test_weights_are_converted_once_a_step() -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_shared_experts_small_projections_stay_unquantized(fused: bool) -> None:
-    """The token gate has one row, which no low-precision product takes."""
+    """The token gate has one row, which no low-precision product accepts."""
     options: dict[str, Any] = {"shared_expert_intermediate_size": 64, "qk_norm": False}
-    options |= {"num_experts": 2}  # both are chosen: rounding decides for no token
+    options |= {"num_experts": 2}  # both are chosen, so rounding decides for no token
     if not fused:
         options["norm"] = "layernorm"
     model = make(**{**EXPERTS, **options})

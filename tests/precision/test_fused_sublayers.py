@@ -1,4 +1,4 @@
-"""Hand-written gradients of the halves, against the model as it is written."""
+"""Hand-written gradients of the sublayers, compared with the plain model."""
 
 from typing import Any
 
@@ -67,7 +67,7 @@ def test_float64_gradients_are_those_of_the_model(changes: dict[str, Any], backe
     again, found = backward(model, context)
     assert again == pytest.approx(loss, rel=1e-14)
     assert worst(found, truth) < 1e-13
-    assert applied.shared.misses == 2 * 2 * len(model.layers)  # the halves did compute it
+    assert applied.shared.misses == 2 * 2 * len(model.layers)  # the fused sublayers did compute it
     restore(model)
     assert worst(backward(model, context)[1], truth) == 0
 
@@ -122,7 +122,7 @@ def test_what_is_recomputed_is_the_same_to_the_bit(name: str, what: str) -> None
 
 
 def test_a_recomputation_stops_before_the_second_product() -> None:
-    """Its result is the half's, which nobody needs again."""
+    """Its result is the sublayer's output, which is not needed again."""
     model = make()
     applied = convert(model, "bf16", fused=True)
     uses = {}
@@ -131,12 +131,14 @@ def test_a_recomputation_stops_before_the_second_product() -> None:
         before = applied.shared.hits + applied.shared.misses
         backward(model)
         uses[rung] = applied.shared.hits + applied.shared.misses - before
-    layers = len(model.layers)  # two products of each half read a weight forward, and two backward
+    # two products of each sublayer read a weight in the forward, and two in the backward
+    layers = len(model.layers)
     assert uses == {"none": 8 * layers, "mlp": 9 * layers, "block": 10 * layers}
 
 
-# Of all gradients as one vector, in a model as a run begins. The noise of one product is 4 to 7 % in FP8 and 13 to 19 %
-# in NVFP4 (config/recipes.py); weight gradients, most of the vector, have one noisy product or two on their way.
+# Errors of all gradients as one vector, in a newly initialized model. The noise of one product is 4 to 7 % in FP8 and
+# 13 to 19 % in NVFP4 (config/recipes.py). Weight gradients, most of the vector, pass through one or two noisy
+# products.
 BANDS = {
     "bf16": (0.002, 0.008),
     "fp8-rowwise": (0.025, 0.05),
@@ -160,12 +162,13 @@ def test_gradient_errors_lie_within_their_band(name: str) -> None:
         error, slope = error_and_slope(found, truth)
         assert low == pytest.approx(loss, rel=1e-3)
         assert least < error < most
-        assert slope == pytest.approx(1, abs=0.01)  # nothing is scaled wrongly
+        assert slope == pytest.approx(1, abs=0.01)  # no scale is wrong
 
 
 def test_delayed_scales_of_what_begins_as_zero() -> None:
-    """What writes to the stream begins as zero, so what lies before it has no gradient in the first step. A scale that
-    is made of that first step would flush the gradients after it. Later ones may saturate, and keep their direction.
+    """Projections that write to the stream begin as zero, so earlier weights have no gradient in
+    the first step. A scale from that step would flush the later gradients to zero. Later
+    gradients may saturate, but keep their direction.
     """
     model = fresh()
     applied = convert(model, everywhere("fp8-delayed"), fused=True, native=False)
@@ -228,7 +231,7 @@ def test_what_the_halves_do_not_cover_is_named(changes: dict[str, Any], reason: 
 
 @pytest.mark.parametrize("changes", [{"norm": "layernorm"}, {"attention_bias": True, "mlp_bias": True}])
 def test_single_layers_take_what_the_halves_do_not_cover(changes: dict[str, Any]) -> None:
-    """Quantised layer by layer; and FP32 leaves such a model as it is."""
+    """Quantized layer by layer. FP32 leaves such a model unchanged."""
     model = fresh(**changes)
     truth = {n: t.double() for n, t in backward(model)[1].items()}
     applied = convert(model, everywhere("fp8-tensorwise"), native=False)

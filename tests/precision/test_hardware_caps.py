@@ -1,5 +1,8 @@
-"""Native NVFP4 and MXFP8 without a card that has them: their kernels are replaced by their definition, in plain torch,
-and what remains is whether every product gets the right operands the right way round."""
+"""Native NVFP4 and MXFP8 without a GPU that supports them.
+
+Their kernels are replaced by their definition in plain torch, so the tests check that every product gets the
+right operands in the right orientation.
+"""
 
 import sys
 from dataclasses import replace
@@ -25,7 +28,9 @@ from deskside.kernels.nvfp4 import native, quantize
 def packed_on_cpu(
     x: Tensor, operand: Operand, along: str, *, signs: Tensor | None = None, seed: int = 0
 ) -> quantize.Packed:
-    """What `quantize_packed` is defined to give: the reference's codes and scales, the summed dimension last."""
+    """Return what `quantize_packed` is defined to return: the reference's codes
+    and scales, with the summed dimension last.
+    """
     generator = torch.Generator().manual_seed(seed)
     exact = nvfp4.quantize(x, operand, along, signs=signs, generator=generator)  # type: ignore[arg-type]
     codes, scales = exact.codes, exact.block_scale
@@ -115,7 +120,7 @@ def test_a_sum_that_no_block_of_32_divides_is_a_plain_product(
 
 @pytest.mark.parametrize("major", [9, 10, 12])
 def test_the_stopwatch_is_asked_once_in_a_run(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And on compute capability 12.x alone, whatever a run on another card wrote down."""
+    """It is called on compute capability 12.x only, whatever a run on another GPU recorded."""
     module = sys.modules["deskside.precision.hardware_caps"]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
     monkeypatch.setattr(module, "_mxfp8_is_faster", lambda device: pytest.fail("timed again"))

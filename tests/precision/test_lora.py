@@ -1,4 +1,4 @@
-"""Adapters on logical slices and trained rows, against the same arithmetic in float64, written out."""
+"""Adapters on logical slices and trained rows, compared with the same arithmetic written out in float64."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,7 @@ def adapted(targets: Sequence[str], outputs: Sequence[tuple[str, int]] = QKV, bi
 
 
 def written_out(layer: Linear, x: Tensor) -> Tensor:
-    """Each projection by itself, in float64."""
+    """Compute each projection separately, in float64."""
     parts = []
     for s in layer.slices:
         y = x @ layer.weight.detach().double()[s.start : s.stop].T
@@ -62,7 +62,7 @@ def test_every_set_of_slices_gives_output_and_gradients_of_its_own(targets: list
     "targets", [("gate_proj", "up_proj", "down_proj"), ("up_proj",), ("down_proj",)], ids="-".join
 )
 def test_every_expert_has_adapters_of_its_own(targets: tuple[str, ...]) -> None:
-    """Against each expert by itself in float64; the third expert has no rows."""
+    """Compared with each expert computed separately in float64. The third expert has no rows."""
     torch.manual_seed(0)
     counts, width = torch.tensor([3, 4, 0, 2]), 10
     experts = Experts(4, IN, width, "silu", gated=True)
@@ -164,7 +164,7 @@ def test_a_model_with_an_adapter_is_adapted() -> None:
 
 
 def trained_rows(ids: Sequence[int], dtype: torch.dtype = torch.float32) -> tuple[Embedding, Tensor]:
-    """An embedding with rows that have moved, and the table that it stands for."""
+    """Return an embedding with trained rows, and the table that it represents."""
     torch.manual_seed(0)
     embed = Embedding(11, 6)
     nn.init.normal_(embed.weight)
@@ -195,7 +195,9 @@ def test_rows_of_an_embedding() -> None:
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])
 @pytest.mark.parametrize("table_trains", [False, True])
 def test_loss_of_a_head_with_rows(softcap: float | None, z_loss: float, table_trains: bool) -> None:
-    """Loss and gradients of hidden and rows are those of the whole table with the rows in it; and of that table."""
+    """Loss and gradients of hidden and rows equal those of the full table with the rows
+    inserted, and those of the table itself.
+    """
     embed, table = trained_rows([1, 4, 9])
     weight, rows = embed.weight.requires_grad_(table_trains), embed.trained
     assert rows is not None and rows.pair is not None

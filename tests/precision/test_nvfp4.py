@@ -1,4 +1,6 @@
-"""NVFP4 against transformer-engine's own reference to the bit, and its variants against statistics and arithmetic."""
+"""NVFP4 is bitwise equal to transformer-engine's own reference, and its
+variants agree with statistics and arithmetic.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -48,13 +50,15 @@ def _seeded() -> None:
 
 
 def heavy(N: int, K: int) -> Tensor:
-    """Student's t with 3 degrees of freedom."""
+    """Return samples of Student's t with 3 degrees of freedom."""
     return torch.distributions.StudentT(torch.tensor(3.0)).sample((N, K))
 
 
 @cache
 def model_tensors() -> dict[str, Tensor]:
-    """Inputs of linear layers and gradients of their outputs in a small model after some steps on real text."""
+    """Return inputs of linear layers and gradients of their outputs, in a small
+    model after some steps on real text.
+    """
     torch.manual_seed(0)
     model = make(vocab_size=256, hidden_size=64, intermediate_size=96, head_dim=16)
     text = (Path(deskside.data.__file__).parent / "bundled" / "tiny_shakespeare.txt").read_bytes()[
@@ -92,7 +96,7 @@ def outliers(N: int, K: int) -> Tensor:
 
 
 def holes(N: int, K: int) -> Tensor:
-    """Nine of ten values zero, whole blocks and tiles too, and zeros of both signs."""
+    """Return a tensor with nine of ten values zero, whole zero blocks and tiles, and zeros of both signs."""
     x = torch.randn(N, K)
     x[torch.rand(N, K) < 0.9] *= 0
     x[:32] = 0
@@ -115,7 +119,7 @@ DISTRIBUTIONS = {
 
 
 def assert_same(x: Tensor, tile: int, size: int, four_over_six: bool) -> None:
-    """Codes and block scales of both directions; the reference transforms the columnwise copy alone."""
+    """Assert equal codes and block scales in both directions. The reference transforms only the columnwise copy."""
     operand = Operand("nvfp4", "16x16" if tile == 16 else "1x16", four_over_six=four_over_six)
     theirs = te_reference.quantized(te_reference.quantizer(tile, size == 16, four_over_six), x)
     ours = quantize(x, operand, "columns")
@@ -133,7 +137,7 @@ def assert_same(x: Tensor, tile: int, size: int, four_over_six: bool) -> None:
 def test_bits_of_nvidias_reference(name: str, tile: int, size: int, four_over_six: bool) -> None:
     x = DISTRIBUTIONS[name](192, 160)
     assert_same(x.bfloat16(), tile, size, four_over_six)
-    if not size:  # the transform is defined on bfloat16 alone
+    if not size:  # the transform is defined only for bfloat16
         assert_same(x.float(), tile, size, four_over_six)
 
 
@@ -157,7 +161,7 @@ def test_bits_of_nvidias_reference_at_size(name: str) -> None:
 
 
 def test_product_of_emulated_operands_is_nvidias_product() -> None:
-    """Forward (sum over columns) and weight gradient (transform, sum over rows), to the order of float32 sums."""
+    """Forward (sum over columns) and weight gradient (transform, sum over rows), up to the order of float32 sums."""
     x, w, dy = (torch.randn(*s).bfloat16() for s in ((96, 320), (64, 320), (96, 64)))
     x[:, 3] *= 100
     by = te_reference.quantizer(1)
@@ -182,7 +186,7 @@ def test_code_times_block_scale_always_fits_bfloat16() -> None:
 
 
 def draw(operand: Operand, N: int, K: int) -> dict[str, Any]:
-    """Signs and noise for a matrix whose summed dimension is K."""
+    """Return signs and noise for a matrix whose summed dimension is K."""
     given: dict[str, Any] = {}
     if operand.hadamard == 128:
         given["signs"] = draw_signs(128, CPU)
@@ -193,7 +197,7 @@ def draw(operand: Operand, N: int, K: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_rows_are_columns_of_the_transpose(name: str) -> None:
-    """And their memory is not transposed: codes and emulated values are laid out as the matrix is."""
+    """Their memory is not transposed: codes and emulated values have the layout of the matrix."""
     operand, x = VARIANTS[name], heavy(96, 256)
     given = draw(operand, 96, 256)
     columns = quantize(x, operand, "columns", **given)
@@ -206,7 +210,7 @@ def test_rows_are_columns_of_the_transpose(name: str) -> None:
     assert torch.equal(rows.codes, columns.codes.T)
     assert torch.equal(rows.block_scale.float(), columns.block_scale.float().T)
     assert torch.equal(rows.dequantized(), columns.dequantized().T)
-    # A view with other strides is the same matrix.
+    # A view with other strides gives the same matrix.
     assert torch.equal(quantize(x.T, operand, "rows", **given).codes, rows.codes)
 
 
@@ -259,19 +263,19 @@ def test_nvidias_signs() -> None:
 
 
 def slope(got: Tensor, x: Tensor) -> float:
-    """<got, x> / <x, x>: 1 if what was rounded is, on the whole, neither shrunk nor stretched."""
+    """Return <got, x> / <x, x>, which is 1 if rounding neither shrinks nor stretches on average."""
     return float((got.double() * x.double()).sum() / x.double().square().sum())
 
 
 def rotated(x: Tensor, operand: Operand, signs: Tensor | None = None, along: Along = "columns") -> Tensor:
-    """What the quantised values stand for."""
+    """Return the values that the quantized operand approximates, after its Hadamard transform."""
     if not operand.hadamard:
         return x
     return hadamard(x, nvidia_signs(CPU) if signs is None else signs, along)
 
 
 def error(x: Tensor, operand: Operand) -> float:
-    """Mean squared error as a share of the mean square."""
+    """Return the mean squared error as a share of the mean square."""
     given = draw(operand, *x.shape)
     got = quantize(x, operand, "columns", **given).dequantized()
     truth = rotated(x, operand, given.get("signs"))
@@ -279,7 +283,7 @@ def error(x: Tensor, operand: Operand) -> float:
 
 
 def test_errors_on_a_gaussian() -> None:
-    """The measured table of the research note, itself from NVIDIA's, MIT's and IST's references."""
+    """They equal the table in the research note, which was measured on NVIDIA's, MIT's and IST's references."""
     x = torch.randn(1024, 1024)
     published = {
         "nearest": 0.0091,
@@ -298,7 +302,7 @@ def test_errors_on_a_gaussian() -> None:
 
 
 def test_four_over_six_is_never_worse_than_either_choice() -> None:
-    """Against a search in float64 that knows nothing of the order of operations, per block."""
+    """Compared, per block, with a float64 search that does not depend on the order of operations."""
     x = torch.randn(64, 256)
     got = quantize(x, FOUR_OVER_SIX, "columns")
     squares = (got.dequantized().double() - x).square().view(-1, 16).sum(1)
@@ -318,7 +322,7 @@ def test_four_over_six_is_never_worse_than_either_choice() -> None:
 
 @pytest.mark.parametrize("size", [0, 16])
 def test_stochastic_rounding_with_scales_rounded_up_is_unbiased(size: int) -> None:
-    """Every value on its own, over many draws, within its standard error; nothing is clipped."""
+    """Each value's mean over many draws is within its standard error, and nothing is clipped."""
     x = hadamard(heavy(32, 256).bfloat16(), nvidia_signs(CPU), "columns") if size else heavy(32, 256)
     total, squares, draws = torch.zeros_like(x).double(), torch.zeros_like(x).double(), 600
     for _ in range(draws):
@@ -327,13 +331,13 @@ def test_stochastic_rounding_with_scales_rounded_up_is_unbiased(size: int) -> No
     mean = total / draws
     variance = (squares / draws - mean.square()).clamp(min=0) / draws
     bias = (mean - x).square().sum() / variance.sum()
-    assert 0.9 < bias < 1.1  # 1 on average if there is no bias; 4 to 7 with scales rounded to nearest
+    assert 0.9 < bias < 1.1  # 1 on average without bias; 4 to 7 with scales rounded to nearest
     error_of_slope = float((variance * x.square()).sum().sqrt() / x.square().sum())
     assert abs(slope(mean, x) - 1) < 4 * error_of_slope + 1e-6
 
 
 def test_stochastic_rounding_clips_where_scales_are_nearest() -> None:
-    """The known bias of NVIDIA's recipe, 0.9967 on a Gaussian, and none with scales rounded up."""
+    """NVIDIA's recipe has a known bias of 0.9967 on a Gaussian, and none with scales rounded up."""
     x = torch.randn(2048, 1024)
     assert slope(quantize(x, STOCHASTIC, "columns").dequantized(), x) == pytest.approx(0.9967, abs=4e-4)
     assert slope(quantize(x, UNBIASED, "columns").dequantized(), x) == pytest.approx(1.0, abs=4e-4)
@@ -341,7 +345,7 @@ def test_stochastic_rounding_clips_where_scales_are_nearest() -> None:
 
 @pytest.mark.parametrize("data", ["gaussian", "t", "one of 128", "constant"])
 def test_eden_is_unbiased_over_fresh_signs(data: str) -> None:
-    """Rotated back, the mean over many draws of signs and noise is the matrix, within its standard error."""
+    """Rotated back, the mean over many draws of signs and noise equals the matrix within its standard error."""
     x = {
         "gaussian": torch.randn(32, 256),
         "t": heavy(32, 256),
@@ -376,7 +380,7 @@ def test_eden_undoes_what_nearest_takes_away() -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("size", [1e-37, 1e-20, 1.0, 1e20, 1e36])
 def test_any_magnitude_is_dequantized_to_itself(name: str, size: float) -> None:
-    """NVIDIA's own decoding scale is off below 8e-36, where the encoding one reaches the largest float32."""
+    """NVIDIA's own decoding scale is wrong below 8e-36, where the encoding scale reaches the largest float32."""
     operand, x = VARIANTS[name], torch.randn(128, 128) * size
     given = draw(operand, 128, 128)
     got = quantize(x, operand, "columns", **given).dequantized().double() / size

@@ -1,4 +1,4 @@
-"""fp32 and bf16 recipes on a module of our own making, and the self-check against GEMMs that are broken."""
+"""The fp32 and bf16 recipes on a custom module, and the self-check with broken GEMMs."""
 
 import math
 from pathlib import Path
@@ -63,11 +63,12 @@ def test_unknown_recipe_is_named() -> None:
 
 @pytest.mark.parametrize("norm", [RMSNorm(64, 1e-6), LayerNorm(64, 1e-6, bias=True)])
 def test_norms_compute_in_float32(norm: nn.Module) -> None:
-    """On bf16 input the result is the float64 result, rounded once."""
+    """With bf16 input, the result is the float64 result, rounded once."""
     torch.manual_seed(0)
     for parameter in norm.parameters():
         nn.init.normal_(parameter)
-    x = (torch.randn(7, 64) * 3 + 100).bfloat16()  # a large mean: variance in bf16 would be noise
+    # a large mean, with which a variance in bf16 would be noise
+    x = (torch.randn(7, 64) * 3 + 100).bfloat16()
     d = x.double()
     if isinstance(norm, LayerNorm):
         assert norm.bias is not None
@@ -101,7 +102,7 @@ def test_bf16_does_not_pass_as_fp32() -> None:
 
 
 class Broken(torch.autograd.Function):
-    """A right output, and one gradient spoiled."""
+    """Has a correct output, and one wrong gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, fault: str) -> Tensor:
@@ -158,7 +159,7 @@ def test_out_of_memory_is_not_the_recipes_fault() -> None:
 def test_the_heads_selfcheck_passes_on_cpu() -> None:
     result = check_head("cpu")
     assert result.ok and result.reason == "" and not result.native
-    # E4M3 and E5M2 lose 4 to 6 % in each gradient; the loss averages the noise of its logits away.
+    # E4M3 and E5M2 lose 4 to 6 % in each gradient, but the loss averages out the noise of its logits.
     for name in ("hidden gradient", "weight gradient"):
         assert 0.02 < result.errors[name] < HEAD_TOLERANCE / 2
     assert 0 < result.errors["loss"] < 2e-3
@@ -190,7 +191,7 @@ def test_the_heads_selfcheck_sees_each_product(
 def test_the_heads_chunks_are_multiplied_in_groups(
     chunk_tokens: int, products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """176 tokens: eleven chunks of 16, or others whose last one is shorter."""
+    """176 tokens are eleven chunks of 16, or other chunks with a shorter last one."""
     torch.manual_seed(0)
     hidden = torch.randn(176, 32).bfloat16().requires_grad_()
     weight = torch.randn(48, 32, requires_grad=True)
@@ -214,7 +215,7 @@ def test_the_heads_chunks_are_multiplied_in_groups(
 
 
 def test_the_head_predicts_several_tokens() -> None:
-    """Losses and gradients within the rounding to FP8 of those in float64, z-loss and soft cap included."""
+    """Losses and gradients are within FP8 rounding of those in float64, z-loss and soft cap included."""
     torch.manual_seed(0)
     hidden, weight = torch.randn(64, 32), torch.randn(48, 32) * 0.2
     targets = torch.randint(48, (64,))
@@ -235,7 +236,7 @@ def test_the_head_predicts_several_tokens() -> None:
 @pytest.mark.parametrize("largest", [0.0, 1e-36, 1e-3, float("inf"), float("nan")])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_own_scales_at_the_ends_of_float32(dtype: torch.dtype, largest: float) -> None:
-    """Zeros beside the smallest values stay zeros; what is not finite comes out of the product as such."""
+    """Zeros beside the smallest values stay zeros, and non-finite values stay non-finite in the product."""
     x = torch.zeros(16, 16)
     x[3, 4] = largest
     noted = torch.zeros(())

@@ -1,4 +1,6 @@
-"""The three products in every format, on tensor cores' own function and emulated, against float64 of the operands."""
+"""The three products in every format, with the tensor cores' function and
+emulated, compared with float64 of the operands.
+"""
 
 import pytest
 import torch
@@ -14,7 +16,9 @@ QUANTIZED = [(name, kind) for name in RECIPES for kind in KINDS if RECIPES[name]
 
 
 def operands(kind: Kind, asked: Product) -> tuple[QuantizedOperand, QuantizedOperand, Tensor, Tensor]:
-    """(left, right, both as matrices to be summed over their last dimension, in float64 of what they stand for)."""
+    """Return (left, right) and both as float64 matrices of the represented
+    values, to be summed over their last dimension.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> Tensor:
@@ -68,7 +72,7 @@ def test_an_emulated_product_is_exact_but_for_its_sums(name: str, kind: Kind) ->
 @pytest.mark.parametrize("name", ["fp8-tensorwise", "fp8-delayed", "fp8-rowwise"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_torchs_own_product_of_fp8_is_the_emulated_one(name: str, kind: Kind, dtype: torch.dtype) -> None:
-    """torch._scaled_mm on a CPU, a code path that is not ours. It takes the same operands in the same layouts."""
+    """torch._scaled_mm on a CPU is an independent implementation. It takes the same operands in the same layouts."""
     left, right, *_ = operands(kind, asked(name, kind))
     native = product(kind, left, right, dtype, native=True)
     emulated = product(kind, left, right, dtype, native=False)
@@ -89,7 +93,7 @@ def test_plain_products_are_matrix_products(kind: Kind) -> None:
 
 
 def test_scales_per_row_reach_their_own_rows() -> None:
-    """One row a million times larger than the rest loses nothing and takes nothing from the others."""
+    """One row is a million times larger than the rest. It loses nothing, and does not affect the others."""
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(rows, K, generator=generator).bfloat16() for rows in (N, M))
     x[5] *= 1e6

@@ -1,4 +1,4 @@
-"""The cache of converted weights: how often it is hit, that it never serves an old weight, and what it holds."""
+"""The cache of converted weights: how often it is hit, that it never returns an old weight, and its contents."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,12 +19,12 @@ RECIPES_WITH_COPIES = ["bf16", *QUANTIZED]
 
 
 def held(applied: QuantizedModel) -> list[QuantizedLinear]:
-    """Layers that hold a converted weight."""
+    """Return the layers that hold a converted weight."""
     return [plan for plan in applied._plans if plan.converted.cached is not None]
 
 
 def weight_bytes(plan: QuantizedLinear) -> int:
-    """Of what a layer holds, counting memory that two forms share once."""
+    """Return a layer's bytes of converted weights, counting memory that two forms share once."""
     assert plan.converted.cached is not None
     own = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()
@@ -46,7 +46,7 @@ def run(
 
 @pytest.mark.parametrize("name", RECIPES_WITH_COPIES)
 def test_a_weight_is_converted_once_per_step(name: str) -> None:
-    """Forward and backward of every micro-batch hit; the first use of a step misses."""
+    """Forward and backward of every micro-batch hit the cache, and the first use in a step misses."""
     model, passes, steps = fresh(), 2, 2
     applied = convert(model, everywhere(name), fused=True, native=False)
     weights = 4 * len(model.layers)
@@ -76,7 +76,9 @@ def test_without_the_cache_the_numbers_are_the_same(name: str) -> None:
 
 
 def by_data(weight: nn.Parameter) -> None:
-    """Through `data`, which no version tells of: as kernels of our own and torch's fused AdamW do."""
+    """Change the weight through `data`, which does not change its version, as our
+    kernels and torch's fused AdamW do.
+    """
     weight.data.add_(0.01)
 
 
@@ -96,7 +98,7 @@ def copied(weight: nn.Parameter) -> None:
 
 
 def through_memory(weight: nn.Parameter) -> None:
-    """Through a view by another library, as a checkpoint that is loaded into place."""
+    """Change the weight through another library's view, as when a checkpoint is loaded in place."""
     weight.detach().numpy()[...] += 0.01
 
 
@@ -130,13 +132,13 @@ def test_a_changed_weight_is_seen_in_the_next_step(name: str, change: Callable[[
 
 
 def uncached(model: Transformer, name: str, step: int) -> tuple[float, dict[str, Tensor]]:
-    """The same step by a recipe that has nothing to remember."""
+    """Run the same step with a recipe that has no cache."""
     options = PrecisionConfig(weight_cache=False)
     return run(model, convert(model, everywhere(name), options, fused=True, native=False), step, 1)
 
 
 def test_a_version_is_enough_within_a_step() -> None:
-    """A change between two passes of one step, which autograd's version tells of."""
+    """The weight changes between two passes of one step, which autograd's version reveals."""
     model = make(num_hidden_layers=2)
     applied = convert(model, everywhere("fp8-tensorwise"), fused=True, native=False)
     applied.begin_step(1)
@@ -155,7 +157,9 @@ def test_a_version_is_enough_within_a_step() -> None:
     ],
 )  # fmt: skip
 def test_bytes_that_are_held(name: str, per_weight: int) -> None:
-    """BF16 once; FP8 in rows and columns; NVFP4 as BF16 numbers, once where tiles are square. As budget/formats.py."""
+    """BF16 once; FP8 in rows and columns; NVFP4 as BF16 numbers, once if tiles
+    are square. The same as budget/formats.py.
+    """
     from deskside.budget.format_costs import weight_copies
 
     model = fresh()
@@ -178,7 +182,7 @@ def test_evaluation_leaves_no_copies_behind(name: str, fused: bool) -> None:
     weights = 4 * len(model.layers)
     assert len(held(applied)) == weights
     with applied.high_precision(), torch.no_grad():
-        assert not held(applied)  # the recipe's own are stale after the step
+        assert not held(applied)  # the recipe's own weights are outdated after the step
         for seed in (0, 1):
             model.loss(torch.full((2, 64), seed), torch.zeros(2, 64, dtype=torch.long))
         assert len(held(applied)) == (weights if fused else 0)

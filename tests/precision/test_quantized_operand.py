@@ -1,4 +1,4 @@
-"""Operands in FP8 against ml_dtypes, and the random numbers of a step."""
+"""Operands in FP8 compared with ml_dtypes, and the random numbers of a step."""
 
 import ml_dtypes
 import numpy as np
@@ -32,7 +32,7 @@ def matrix(seed: int = 0) -> Tensor:
 
 
 def by_numpy(x: np.ndarray, scale: np.ndarray, kind: str) -> np.ndarray:  # type: ignore[type-arg]
-    """x times scale in float32, saturated, rounded by ml_dtypes."""
+    """Return x times scale in float32, saturated and rounded by ml_dtypes."""
     limit = float(ml_dtypes.finfo(DTYPES[kind][1]).max)
     return np.clip(x * scale, -limit, limit).astype(DTYPES[kind][1]).view(np.uint8)
 
@@ -41,7 +41,7 @@ def by_numpy(x: np.ndarray, scale: np.ndarray, kind: str) -> np.ndarray:  # type
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
 @pytest.mark.parametrize("along", ["columns", "rows"])
 def test_fp8_is_that_of_ml_dtypes(kind: str, scaling: str, along: Along) -> None:
-    """Summed over its rows, an operand is stored transposed; then a row of what is stored is a column."""
+    """An operand summed over its rows is stored transposed, so that a row of the stored tensor is a column."""
     x = matrix()
     made = quantize_operand(x, Operand(kind, scaling), along, Draws(0), 0)  # type: ignore[arg-type]
     stored = x if along == "columns" else x.T
@@ -66,10 +66,10 @@ def test_whatever_is_cast_comes_back_within_half_a_step(values: list[float], kin
     assert torch.equal(both.columns.view(torch.uint8), both.rows.view(torch.uint8).T)
     back = both.rows.double() * inverse.double()
     largest = float(x.abs().max())
-    if 1e-30 < largest < 1e30:  # beyond, the scale itself leaves float32
+    if 1e-30 < largest < 1e30:  # for smaller values, the scale itself exceeds float32
         smallest = largest * float(info.smallest_normal) / float(info.max)
         assert torch.all((back - x).abs() <= (x.abs() / 2).clamp(min=smallest) * float(info.eps) * 1.01)
-        # The largest is the format's largest.
+        # The largest value becomes the format's largest.
         assert float(back.abs().max()) == pytest.approx(largest, rel=1e-6)
     assert bool(both.rows.float().isfinite().all())
 
@@ -122,7 +122,9 @@ def test_both_operands_of_a_product_share_their_signs_and_no_other_product_does(
 
 
 def test_a_hadamard_transform_cancels_in_the_product() -> None:
-    """With float64's rounding of nothing: NVFP4's own noise stays, a rotation that is not shared would be 100 %."""
+    """float64 is practically exact, so NVFP4's own noise remains. With different
+    rotations, the error would be 100 %.
+    """
     eden = RECIPES["nvfp4-eden"].weight_gradient.left
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(256, 64, generator=generator) for _ in range(2))

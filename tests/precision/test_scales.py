@@ -1,4 +1,6 @@
-"""Delayed scales: the largest of the last 16 steps, saturation, trouble, and an exact way back from a checkpoint."""
+"""Delayed scales: the largest of the last 16 steps, saturation, non-finite values,
+and exact restoration from a checkpoint.
+"""
 
 from typing import Any
 
@@ -23,7 +25,7 @@ def scales(*dtypes: torch.dtype, history: int = 16) -> DelayedScales:
 
 
 def step(one: DelayedScales, *largest: float) -> None:
-    """A step in which each slot casts a tensor with this largest magnitude."""
+    """Run a step in which each slot casts a tensor with this largest magnitude."""
     for slot, value in enumerate(largest):
         fused.cast_fp8(torch.tensor([[value, -value / 3], [0.0, value / 2]]), one.cast(slot))
     one.end_step()
@@ -34,7 +36,7 @@ def expected(dtype: torch.dtype, largest: float) -> float:
 
 
 def test_a_scale_is_made_of_the_largest_in_the_history() -> None:
-    """Every step against a list of the last 16."""
+    """Every step is compared with a list of the last 16."""
     one = scales(E4, E5)
     generator = torch.Generator().manual_seed(0)
     seen: list[list[float]] = []
@@ -135,7 +137,7 @@ def test_another_recipes_state_is_refused() -> None:
 
 
 def test_replicas_agree_on_the_largest() -> None:
-    """What `World.all_reduce_max` does between processes, done here between two tables of slots."""
+    """Two tables of slots exchange values here, as `World.all_reduce_max` does between processes."""
     one, other = scales(E4, E5, E4), scales(E4, E5, E4)
     for table, values in ((one, (1.0, float("nan"), 3.0)), (other, (2.0, 1.0, 0.5))):
         for slot, value in enumerate(values):
@@ -149,7 +151,7 @@ def test_replicas_agree_on_the_largest() -> None:
 
 
 def test_a_model_in_delayed_scaling_goes_on_from_its_state() -> None:
-    """Gradients of the steps after a checkpoint are those of the run that went on, to the last bit."""
+    """Gradients of the steps after a checkpoint are bitwise those of the uninterrupted run."""
     from deskside.precision.convert import convert
 
     def steps(

@@ -1,4 +1,4 @@
-"""What the tests of the probe call in a child process in the place of training: a made-up card with 2 GiB."""
+"""Functions that run in the probe's child processes in place of training, with a fake GPU of 2 GiB."""
 
 import os
 import time
@@ -12,7 +12,7 @@ RATE = 1e13  # FLOP/s
 
 
 def answer(spec: dict[str, Any]) -> dict[str, Any]:
-    """A result with the fields of `probe.point.measure_point`. Raises MemoryError where a row does not fit."""
+    """Return a result with the fields of `probe.point.measure_point`. Raises MemoryError if a row does not fit."""
     model = ModelConfig(**spec["model"])
     length, tokens = spec["sequence_length"], spec["tokens"]
     row = length * model.num_hidden_layers * model.hidden_size * 36
@@ -52,12 +52,12 @@ def answer(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure_point(spec: dict[str, Any]) -> dict[str, Any]:
-    """As `answer`, in a process of its own."""
+    """Call `answer` in a child process."""
     return answer(spec)
 
 
 def measure_point_slowly(spec: dict[str, Any]) -> dict[str, Any]:
-    """Never ends by itself; leaves its process id where the test looks for it."""
+    """Never end by itself, and write its process id to where the test reads it."""
     with open(os.environ["DESKSIDE_TEST_PID"], "w", encoding="utf-8") as file:
         file.write(str(os.getpid()))
     time.sleep(600)
@@ -65,10 +65,10 @@ def measure_point_slowly(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def crash(spec: dict[str, Any]) -> dict[str, Any]:
-    """Ends without an answer, as after an illegal access."""
+    """End without an answer, as after an illegal memory access."""
     os.abort()
 
 
 def measure_card(device: str) -> dict[str, Any]:
-    """A card's measurement, as far as the probe reads it."""
+    """Return the part of a GPU's measurement that the probe reads."""
     return {"device": device, "matmul_peak": 2 * RATE, "copy_bandwidth": 1e12}

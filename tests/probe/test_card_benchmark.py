@@ -1,4 +1,4 @@
-"""The card's rates: every entry is there, is a rate, and agrees with another way of measuring it."""
+"""The GPU's rates: every entry exists, is a rate, and agrees with another way of measuring it."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_everything_is_measured(measured: dict) -> None:
 
 
 def test_rates_are_within_reason(measured: dict) -> None:
-    """Wide limits, of any machine: other work may slow down one measurement and not the next."""
+    """The limits are wide and hold for any machine, because other processes may slow down single measurements."""
     for row in measured["matmul"]:
         for kind in ("forward", "input_gradient", "weight_gradient"):
             assert 1e6 < row[kind] < 1e14

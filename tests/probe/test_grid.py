@@ -1,4 +1,4 @@
-"""The map: corners first, no point twice, every spec one that training accepts; and what needs more memory."""
+"""The grid: corners first, no point twice, specs that training accepts, and the order of memory needs."""
 
 import math
 from itertools import product
@@ -62,7 +62,7 @@ def test_every_prefix_has_the_extremes_first_and_no_point_twice(points: list[Poi
 @settings(deadline=None, max_examples=40)
 @given(grids)
 def test_each_next_point_is_the_farthest(points: list[Point]) -> None:
-    """Brute force over places that are worked out here again."""
+    """Compared with brute force over independently computed coordinates."""
 
     def axis(values: list[float]) -> list[float]:
         low, high = min(values), max(values)
@@ -141,7 +141,7 @@ def test_calibration_points_are_runs_that_fit_and_differ(gib: int, device: str) 
 def test_steps_are_shortened_until_they_can_be_repeated() -> None:
     size = depth(20)
     tokens = step_tokens(size, 2048, "cpu")
-    assert tokens == 2048  # one row is the least
+    assert tokens == 2048  # one row is the minimum
     small = merge.build(presets.layers("demo")).model
     assert step_tokens(Size(small, 128, 2048), 128, "cpu") == 2048
     assert step_tokens(Size(small, 128, 2048), 1000, "cuda") == 2000
@@ -195,7 +195,8 @@ def test_estimates_follow_what_was_measured() -> None:
     small, large = make_point(depth(8).model, 1024, 65536), make_point(depth(16).model, 1024, 65536)
     unknown = estimate_seconds(small, [], "cuda", None)
     assert unknown > estimate_seconds(small, [], "cuda", 5e13) > 30
-    # Half a second a step, 20 s in all: the larger takes longer in proportion to its FLOPs, its setting up as long.
+    # Half a second per step, 20 s in all. The larger model's steps take longer in proportion to its FLOPs, its set-up
+    # as long.
     measured = [(small, 0.5, 20.0)]
     assert estimate_seconds(small, measured, "cuda", None) == pytest.approx(20.0)
     step = 0.5 * large.step_flops / small.step_flops

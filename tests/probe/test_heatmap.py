@@ -1,4 +1,4 @@
-"""The picture: cells of what was measured are coloured, others are not, and it is a PNG that can be read."""
+"""The heat map: measured cells are coloured, others are not, and it is a readable PNG."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def row(point: Point, status: str = "ok", speed: float = 1e5) -> tuple[Point, Ro
 
 
 def has_color(picture: np.ndarray, color: tuple[float, ...]) -> int:
-    """Pixels of a colour."""
+    """Return the number of pixels with this colour."""
     return int((np.abs(picture[..., :3] - np.array(color[:3])).max(axis=-1) < 0.01).sum())
 
 

@@ -1,4 +1,4 @@
-"""A point is a real training run: its numbers against the budget's arithmetic and against the clock around it."""
+"""A point is a real training run: its numbers agree with the budget's arithmetic and with the wall clock."""
 
 import math
 import time
@@ -44,14 +44,14 @@ def test_numbers_agree_with_each_other(result: dict[str, Any]) -> None:
 
 
 def test_it_really_trains(result: dict[str, Any]) -> None:
-    """The loss begins at that of guessing and moves, and nothing is infinite."""
+    """The loss starts at that of a uniform guess and changes, and nothing is infinite."""
     assert result["loss_first"] == pytest.approx(math.log(128), abs=0.1)
     assert result["loss_last"] != result["loss_first"]
     assert result["finite"]
 
 
 def test_a_step_takes_as_long_as_it_takes() -> None:
-    """The sum of the counted steps cannot exceed the wall clock around the measurement."""
+    """The sum of the counted steps cannot exceed the wall-clock time of the measurement."""
     began = time.perf_counter()
     found = measure_point({**SPEC, "seconds": 0.3, "optimizer": "adamw"})
     assert found["steps"] * found["step_seconds"]["p10"] < time.perf_counter() - began

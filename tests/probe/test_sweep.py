@@ -1,4 +1,4 @@
-"""Measuring one after another: what is stored is reused, deadlines hold, too large points are concluded."""
+"""A sweep of measurements: stored ones are reused, deadlines hold, and points that are too large are inferred."""
 
 import tempfile
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ POINTS = order(grid([4, 8, 10, 12, 16], [512, 2048, 8192], ["muon"], ["none"]))
 
 @dataclass
 class World:
-    """A clock that stands still but for measurements, and measurements that only take time of that clock."""
+    """A clock that only measurements advance, and measurements that only take time on that clock."""
 
     setup: float = 20.0
     slower: float = 1.0
@@ -86,7 +86,7 @@ def test_everything_is_measured_or_concluded(tmp_path: Path) -> None:
     assert len(result.point_results) == len(POINTS)
     full, skipped = by_status(result.point_results, "oom"), by_status(result.point_results, "skipped")
     assert full and skipped
-    for point in skipped:  # what was concluded is so: the made-up card has no room for it either
+    for point in skipped:  # what was inferred is true: the fake GPU has no room for it either
         assert any(needs_at_least_as_much_memory(point, other) for other in full)
         with pytest.raises(MemoryError):
             fakes.answer(dict(point.spec))
@@ -151,13 +151,14 @@ def test_deadlines_hold(
         world = World(setup, slower)
         began = world.now
         result = make_sweep(folder, world, seconds).measure(points)
-        assert world.now <= began + seconds + 1e-6 + 6.0  # an out-of-memory of the made-up card takes its 6 s
+        # an out-of-memory error of the fake GPU takes its 6 s
+        assert world.now <= began + seconds + 1e-6 + 6.0
         assert all(start <= began + seconds for start in world.begun)
         assert len(result.point_results) == len(points)
         assert not any(f.status == "timeout" for f in result.point_results), (
             "the deadline is no property of a point"
         )
-        # A point that there was no time for is one that was estimated to end too late, or cut off.
+        # A point without time left was estimated to end too late, or was cut off.
         stored = {
             row["hash"] for row in open_store(folder).rows(MACHINE, "point") if row["status"] != "skipped"
         }

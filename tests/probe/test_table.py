@@ -1,4 +1,4 @@
-"""The tables: they fit 80 columns with the largest numbers, and their numbers are those of the rows."""
+"""The tables fit into 80 columns with the largest numbers, and their numbers are those of the rows."""
 
 import io
 from typing import Any

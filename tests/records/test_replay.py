@@ -1,4 +1,4 @@
-"""Records with tiny runs: repeat one, continue it after an interruption, and make an entry of its runs."""
+"""Records with tiny runs: replay one, continue it after an interruption, and make an entry from its runs."""
 
 import json
 import shutil
@@ -50,7 +50,7 @@ attention = "reference"
 
 
 class Made:
-    """A record of a tiny model, its corpus, and a folder in which it was repeated with seeds 1 and 2."""
+    """A record of a tiny model, its corpus, and a folder in which it was replayed with seeds 1 and 2."""
 
     def __init__(self, folder: Path):
         self.folder, self.said = folder, list[str]()
@@ -85,7 +85,7 @@ class Made:
 
 @pytest.fixture(scope="module", autouse=True)
 def steps_may_take_long() -> Iterator[None]:
-    """A run may exceed its 0.6 s by its last step, which takes long while other tests use the processor."""
+    """Allow runs to exceed their 0.6 s by their last step, which takes long while other tests use the CPU."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(score, "OVERRUN", 1000.0)
         yield
@@ -105,7 +105,7 @@ def _table(corpus: Corpus, record: LossRecord) -> str:
 
 @pytest.fixture
 def shown(made: Made, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A file of records that holds only the tiny one, which the commands read."""
+    """A file with only the tiny record, which the commands read."""
     file = made.folder / "records.toml"
     file.write_text(_table(made.corpus, made.record))
     monkeypatch.setattr(table, "MINUTES", (MINUTES,))
@@ -123,7 +123,7 @@ def test_runs_are_scored_as_the_models_are(made: Made) -> None:
         record = read_run(made.out / f"seed-{seed}")
         assert (run.seed, record.config["seed"]) == (seed, seed)
         assert run.seconds == record.summary["seconds"]
-        # The run's own value is of the same text in other rows.
+        # The run's own value is for the same text in other rows.
         assert run.bits_per_byte == pytest.approx(record.summary["val_bpb"], rel=0.05)
     assert made.found[0].bits_per_byte != made.found[1].bits_per_byte
 
@@ -141,12 +141,12 @@ def test_continues_where_it_was(made: Made, tmp_path: Path) -> None:
     (out / "seed-1.json").unlink()  # scored again, not trained again
     assert made.replay(out, train=train) == made.found and not trained
     (out / "seed-2.json").unlink()
-    (out / "seed-2" / "summary.json").unlink()  # as if it had been killed
+    (out / "seed-2" / "summary.json").unlink()  # as if it was killed
     with pytest.raises(RunError, match="same command again"):
         made.replay(out, train=train)
     assert trained == [["--resume", str(out / "seed-2")]]
     shutil.rmtree(out / "seed-2")
-    (out / "seed-2" / "checkpoints").mkdir(parents=True)  # killed before run.json
+    (out / "seed-2" / "checkpoints").mkdir(parents=True)  # killed before run.json was written
     with pytest.raises(RunError):
         made.replay(out, train=train)
     assert trained[1][-4:] == ["--runs", str(out), "--name", "seed-2"] and not (out / "seed-2").exists()
@@ -191,7 +191,7 @@ def test_a_worse_result_has_exit_code_1(made: Made, shown: Path, capsys: pytest.
     lower = entry.as_toml(replace(made.record, bits_per_byte=(1.0, 1.001)))
     words = ["replay", "cpu-tiny", "--data", made.data, "--out", str(made.out), "--json"]
     shown.write_text(shown.read_text().split("[[record]]")[0] + lower)
-    for seed in (1, 2):  # as if it had been trained on the record's card
+    for seed in (1, 2):  # as if it was trained on the record's GPU
         file = made.out / f"seed-{seed}.json"
         file.write_text(file.read_text().replace(json.dumps(card), '"H200 SXM"'))
     try:
@@ -216,7 +216,7 @@ def test_list(shown: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.fixture
 def on_h200(made: Made, tmp_path: Path) -> list[Path]:
-    """The two runs, as if they had been trained on an H200."""
+    """The two runs, as if they were trained on an H200."""
     gpu = {"name": "NVIDIA H200", "memory_gib": 139.8}
     runs = []
     for seed in (1, 2):
@@ -304,7 +304,9 @@ def test_runs_of_two_commands(
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_stopped_replay_continues(made: Made, tmp_path: Path, number: signal.Signals) -> None:
-    """While a seed trains: its process ends too, and the same call continues the run, which is no longer locked."""
+    """It is stopped while a seed trains: the training process ends too, and the same call
+    continues the run, which is no longer locked.
+    """
     file = tmp_path / "records.toml"
     record = replace(made.record, minutes=0.1)
     file.write_text(_table(made.corpus, record))

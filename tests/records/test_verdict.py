@@ -1,4 +1,4 @@
-"""The interval of new runs: against scipy, and by simulation; verdicts."""
+"""The interval of new runs, compared with scipy and by simulation; verdicts."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Axes follow the means; what is cut is marked."""
+"""Axes follow the means, and values that are cut off are marked."""
 
 import math
 

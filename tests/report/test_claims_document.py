@@ -1,4 +1,6 @@
-"""docs/claims.md has what is computed now: it cannot go stale when a formula, a data sheet or the planner changes."""
+"""docs/claims.md equals what is computed now, so it cannot become outdated when a
+formula, a data sheet or the planner changes.
+"""
 
 import re
 from dataclasses import replace
@@ -22,7 +24,7 @@ def entries(document: str) -> dict[str, set[str]]:
 
 
 def computed() -> Results:
-    """Return a study without trials, with the claims that are answered without a measurement."""
+    """Return a study without trials, with the claims that need no measurement."""
     judged = judge(made.results())
     return replace(judged, claims=[claim for claim in judged.claims if claim.basis])
 

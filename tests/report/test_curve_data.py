@@ -1,4 +1,4 @@
-"""Bands over seeds: numpy computes them, and the report and the dashboard draw the same."""
+"""Bands over seeds: numpy computes them, and the report and the dashboard draw the same ones."""
 
 import numpy as np
 import pytest
@@ -39,7 +39,7 @@ def test_the_first_steps_do_not_stretch_the_axis() -> None:
     falling = seed_band([[(float(i), 2.0 + 8.0 / i) for i in x]])
     view = y_range([falling])
     assert view is not None and view[0] < 2.08 and view[1] < 2.5
-    assert y_range([seed_band([[(0.0, 1.0), (1.0, 1.5)]])]) is None  # nothing high at the beginning
+    assert y_range([seed_band([[(0.0, 1.0), (1.0, 1.5)]])]) is None  # no high values at the beginning
 
 
 def test_the_running_median_leaves_out_one_spike() -> None:

@@ -31,7 +31,7 @@ def document(text: str) -> ReportDocument:
 
 
 class Page(HTMLParser):
-    """Tags and text of a page outside of its style sheet."""
+    """Collects the tags and the text of a page outside its style sheet."""
 
     def __init__(self, html: str) -> None:
         super().__init__()

@@ -41,7 +41,9 @@ VERDICTS = (
 
 
 def study(num_groups: int, num_claims: int) -> Results:
-    """A study with 8 arms in each group; 5 groups with 168 claims are the size of the study `claims`."""
+    """Return a study with 8 arms in each group. With 5 groups and 168 claims, it
+    has the size of the study `claims`.
+    """
     one = made.results()
     groups = [
         replace(one.groups[0], name=f"g{n}", title=f"One change at a time, number {n}")
@@ -63,7 +65,7 @@ def study(num_groups: int, num_claims: int) -> Results:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Reports of a large and a small study, both without the folded figures of their groups, and of a run."""
+    """Return reports of a large and a small study, both without the folded figures of their groups, and of a run."""
     folder = tmp_path_factory.mktemp("reports")
     paths = {"run": write_report(make_run(folder / "run"))}
     for name, results in (("study", study(5, 168)), ("small", study(1, 6))):
@@ -89,7 +91,7 @@ def browser() -> Iterator["Browser"]:
 
 
 def opened(browser: "Browser", path: Path, size: dict[str, int] = DESKTOP, scheme: Any = "light") -> "Page":
-    """A report that has loaded without a message in the console and without a request but for itself."""
+    """Open a report, and check that it loads without console messages and requests nothing but itself."""
     page = browser.new_page(viewport=size, color_scheme=scheme)
     messages: list[str] = []
     requests: list[str] = []
@@ -106,7 +108,7 @@ def unfold(page: "Page") -> None:
 
 
 def color(page: "Page", selector: str, name: str) -> str:
-    """A computed color as #rrggbb."""
+    """Return a computed color as #rrggbb."""
     value = page.locator(selector).first.evaluate("(element, name) => getComputedStyle(element)[name]", name)
     return "#" + "".join(f"{int(part):02x}" for part in re.findall(r"\d+", value)[:3])
 
@@ -123,7 +125,8 @@ def test_a_study_fits_few_screens_and_answers_on_the_first(
     page = opened(browser, pages["study"])
     assert page.evaluate("document.documentElement.scrollHeight") <= 6000
     assert bottom(page, ".verdict") < bottom(page, ".chips") < bottom(page, "nav") < 450
-    assert bottom(page, "main table") < DESKTOP["height"]  # what is shown to be better, group by group
+    # the arms that are shown to be better, group by group
+    assert bottom(page, "main table") < DESKTOP["height"]
     links = page.locator("nav a").all()
     assert [link.inner_text() for link in links] == page.locator("h2").all_inner_texts()
     links[-1].click()

@@ -55,7 +55,7 @@ def test_a_run_without_languages_has_no_section(tmp_path: Path) -> None:
 
 
 def test_epochs_of_a_mixture(tmp_path: Path) -> None:
-    """As the summary has them, which counts what was used; before the end as planned."""
+    """They are the summary's, which counts what was used; before the end, they are the planned ones."""
     folder = make_run(tmp_path / "demo")
     add_languages(folder, ["bn", "gu"])
     plan = json.loads((folder / "plan.json").read_text())

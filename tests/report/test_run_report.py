@@ -1,4 +1,4 @@
-"""The report of made-up runs, from whole to badly damaged."""
+"""The report of synthetic runs, from complete to badly damaged."""
 
 import json
 import math
@@ -143,7 +143,7 @@ def make_run(folder: Path, steps: int = 400) -> Path:
 
 
 class Page(HTMLParser):
-    """Every tag with its attributes, the text, and the tags that were never closed."""
+    """Collects every tag with its attributes, the text, and the tags that were never closed."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -173,7 +173,7 @@ def report(folder: Path) -> tuple[Page, str]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Page, str]:
-    """The folder of a whole run, its page and its Markdown."""
+    """The folder of a complete run, its page and its Markdown."""
     folder = make_run(tmp_path_factory.mktemp("runs") / "demo")
     return (folder, *report(folder))
 
@@ -232,7 +232,7 @@ def test_long_context_tasks_of_the_last_evaluation(tmp_path: Path) -> None:
 
 
 def test_predicted_against_measured(tmp_path: Path) -> None:
-    """What `deskside go` leaves in the summary: plan, pilot and what came, side by side; a hole is no error."""
+    """The summary of `deskside go` has plan, pilot and measurement side by side. Missing values are not an error."""
     folder = make_run(tmp_path)
     file = folder / "summary.json"
     summary = json.loads(file.read_text("utf-8"))
@@ -276,7 +276,7 @@ def test_html_is_one_file_without_scripts_or_links(whole: tuple[Path, Page, str]
     identities = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
     assert len(set(identities)) == len(identities)
     assert "http" not in (folder / "report.html").read_text("utf-8")
-    assert "<script>alert(1)</script>" in "".join(page.words)  # shown, as text
+    assert "<script>alert(1)</script>" in "".join(page.words)  # shown as text
 
 
 def test_markdown_wraps_and_keeps_samples_apart(whole: tuple[Path, Page, str]) -> None:
@@ -293,7 +293,7 @@ def test_markdown_wraps_and_keeps_samples_apart(whole: tuple[Path, Page, str]) -
 def test_second_report_replaces_the_first(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "demo")
     report(folder)
-    alone = {key: value for key, value in metric(3).items() if key != "val_bpb"}  # old rows have a null there
+    alone = {key: value for key, value in metric(3).items() if key != "val_bpb"}  # old rows have null there
     (folder / "metrics.jsonl").write_text(json.dumps(alone) + "\n")
     report(folder)
     assert (folder / "plots" / "val_bpb.svg").exists()  # the evaluation at the end

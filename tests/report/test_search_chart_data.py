@@ -1,4 +1,4 @@
-"""Chart data of a search against plain loops."""
+"""Chart data of a search, compared with plain loops."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_there_is_a_slice_for_each_setting(made: tuple[Path, Outcome]) -> None:
     lr, tokens, normalize = search_chart_data.slices(made[1])
     assert lr.log and not tokens.log and lr.choices == tokens.choices == ()
     assert (lr.key, lr.x) == ("optim.lr", [0.04, 0.16, 0.02, 0.012, 0.01])
-    assert tokens.ticks == (8192, 16384) and lr.ticks == ()  # few whole numbers have ticks of their own
+    assert tokens.ticks == (8192, 16384) and lr.ticks == ()  # a few whole numbers have one tick each
     assert (normalize.choices, normalize.x) == (("false", "true"), [0, 0, 1, 0, 0])
     assert lr.losses == tokens.losses == [1.52, 1.61, 1.47, 1.44, 1.45]
 

@@ -1,4 +1,4 @@
-"""The plots of a study, by what is drawn in them: marks, bars, lines and words, not pixels alone."""
+"""The plots of a study, checked by what is drawn in them: marks, bars, lines and words, not only pixels."""
 
 import math
 import random
@@ -46,7 +46,7 @@ def relative(arm: Arm, key: str) -> float | None:
 
 
 def many(count: int) -> Results:
-    """One baseline and count - 1 arms of growing effect, named in an order that is not that of the effect."""
+    """Return one baseline and count - 1 arms with growing effects, whose names are in a different order."""
     draws = random.Random(3)
     start = RESULTS.arms[0]
     arms = [replace(start, id="baseline", label="baseline", baseline="baseline", levels={"x": "baseline"})]
@@ -117,7 +117,7 @@ def test_forest_keeps_forty_rows_best_first() -> None:
     results = many(46)
     found = drawn(draw_forest(results, results.arms, "val_bpb"))
     names = [label.get_text() for label in found.figure.axes[0].get_yticklabels()]
-    assert names == [f"arm {place}" for place in range(6, 46)]  # the five that differ least are left out
+    assert names == [f"arm {place}" for place in range(6, 46)]  # the five that differ least are omitted
     assert "5 of 45 arms are left out" in found.caption
 
 
@@ -178,7 +178,7 @@ def test_front_fills_the_arms_that_are_on_it() -> None:
     on = [RESULTS.arm(name) for name in found.arms]
     assert filled == {arm.estimates["tokens_per_second"].mean for arm in on if arm is not None}
     step = next(line for line in axes.lines if line.get_drawstyle().startswith("steps"))
-    # Down from the right: between two arms of the front the loss stays that of the faster one.
+    # Down from the right: between two arms of the front, the loss stays that of the faster one.
     assert step.get_drawstyle() == "steps-pre" and list(step.get_ydata()) == sorted(step.get_ydata())
 
 
@@ -228,7 +228,7 @@ def test_curves_show_at_most_six_arms_of_a_baseline() -> None:
 def test_heat_map_of_two_factors_and_of_many() -> None:
     (found,) = draw_heat_maps(RESULTS, GROUP)
     words = texts(drawn(found).figure.axes[0])
-    assert len(words) == 6 * 4  # the arms that are no baseline; loss, speed, memory, energy
+    assert len(words) == 6 * 4  # the arms other than the baseline; loss, speed, memory, energy
     assert words[1] == "-20.2 %" and any(word.startswith("(") for word in words)
     group = replace(GROUP, factors=[GROUP.factors[0], GROUP.factors[1]])
     two = replace(RESULTS, groups=[group], arms=[arm for arm in RESULTS.arms if arm.levels["fp4"] == "off"])
@@ -307,7 +307,7 @@ def test_a_name_that_is_cut_says_so() -> None:
     "names", [["a_3", "a", "a"], ["A", "a", "a+"], ["+", "-", "_1"], ["a_2", "a", "a", "A_3"]]
 )
 def test_groups_with_similar_names_have_their_own_files(names: list[str]) -> None:
-    """Two of the first three groups had the same files, and one group's plots replaced the other's."""
+    """Two of the first three groups once had the same files, so that one group's plots replaced the other's."""
     groups = [SimpleNamespace(name=name) for name in names]
     prefixes = _prefixes(groups)  # type: ignore[arg-type]
     assert len({prefix.casefold() for prefix in prefixes}) == len(names)

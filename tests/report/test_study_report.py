@@ -1,4 +1,4 @@
-"""The report of made-up studies: its numbers are the results', whatever is missing or hostile in them."""
+"""The report of synthetic studies: its numbers are those of the results, even if parts are missing or hostile."""
 
 import json
 import math
@@ -32,7 +32,9 @@ HOSTILE = "<script>alert(1)</script> | `x` $\\frac{1}$ [a](http://b) \x07\ud800 
 
 
 def pages(results: Results, folder: Path) -> tuple[str, str]:
-    """(the text of the HTML, the Markdown), each on one line and without pictures; the HTML is checked to be whole."""
+    """Return (the text of the HTML, the Markdown), each on one line and without
+    pictures. Checks that all tags are closed.
+    """
     document = study_report.compose(results, folder, Figures(), {})
     page = Page(render_html(document))
     assert not page.open
@@ -78,7 +80,7 @@ def claims() -> list[ClaimResult]:
 
 
 def row(text: str, beginning: str) -> list[str]:
-    """The cells of the Markdown table's row that begins so."""
+    """Return the cells of the row in the Markdown table that begins with this text."""
     line = next(line for line in text.splitlines() if line.startswith(f"| {beginning}"))
     return [cell.strip() for cell in line.strip("|").split(" | ")]
 
@@ -153,7 +155,7 @@ def test_interactions_and_fronts_are_those_of_the_results(tmp_path: Path) -> Non
 def test_one_seed_has_no_interval_and_says_so(tmp_path: Path) -> None:
     text = pages(compare(made.results(seeds=1)), tmp_path)[1]
     assert "too few seeds" in text and "no difference shown" not in text
-    assert re.search(r"\| 1\.\d{4} \| \+", text)  # a mean alone, without brackets
+    assert re.search(r"\| 1\.\d{4} \| \+", text)  # only a mean, without brackets
 
 
 def test_power_is_not_shown_where_it_was_not_measured(tmp_path: Path) -> None:
@@ -227,7 +229,7 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
     text = render_markdown(document, tmp_path)
     assert "<script>" not in text and "[a](" not in text and "\x07" not in text
     heads = [line.count(" | ") for line in text.splitlines() if line.startswith("| 1. ")]
-    assert heads == [9]  # a bar in a name makes no new column
+    assert heads == [9]  # a vertical bar in a name makes no new column
 
 
 def test_claims(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Chips of a study's report say what its comparisons say, and can be read on light and dark pages."""
+"""The chips in a study's report agree with its comparisons, and are legible on light and dark pages."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ RESULTS = compare(made.results())
 
 
 def luminance(color: str) -> float:
-    """Relative luminance of #rrggbb as WCAG 2.2 defines it."""
+    """Return the relative luminance of #rrggbb as defined by WCAG 2.2."""
     parts = [int(color[at : at + 2], 16) / 255 for at in (1, 3, 5)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]

@@ -1,4 +1,4 @@
-"""Figures as SVG: valid, with text as text, with ids of their own, and with a dark color for every color."""
+"""Figures as SVG are valid, have text as text and unique ids, and have a dark color for every color."""
 
 import re
 from pathlib import Path

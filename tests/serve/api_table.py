@@ -50,12 +50,12 @@ MODULES = (
 
 
 def openai_fields(parameters: Any) -> list[str]:
-    """The fields of a TypedDict of the official client, with those of its bases."""
+    """Return the fields of a TypedDict of the official client, with those of its bases."""
     return sorted(parameters.__required_keys__ | parameters.__optional_keys__)
 
 
 def verdict(model: type[BaseModel], field: str) -> str:
-    """What the server does with a field of OpenAI's."""
+    """Return what the server does with a field of OpenAI's API."""
     if field not in model.model_fields:
         return f"refused: it {REMEDIES[field]}" if field in REMEDIES else "refused"
     if field in INEFFECTIVE:
@@ -68,7 +68,7 @@ def verdict(model: type[BaseModel], field: str) -> str:
 
 
 def is_refused(model: type[BaseModel], field: str) -> bool:
-    """True if the server takes only a value of this field that asks for nothing."""
+    """Return True if the server accepts only a value of this field that requests nothing."""
     by_class = any(field in kind.model_fields for kind in REFUSED if issubclass(model, kind))
     return by_class or (model is CompletionRequest and field == "suffix")
 
@@ -79,7 +79,7 @@ def _literals(annotation: Any) -> Iterator[Any]:
 
 
 def field_tables() -> str:
-    """One table for each API: OpenAI's fields, then ours."""
+    """Return one table for each API: OpenAI's fields, then ours."""
     parts = []
     for path, model, parameters in APIS:
         known = openai_fields(parameters)
@@ -95,7 +95,7 @@ def field_tables() -> str:
 
 
 def openai_endpoints() -> list[tuple[str, str]]:
-    """Method and path of every request that the client's modules make."""
+    """Return method and path of every request that the client's modules make."""
     found = set()
     for name in MODULES:
         module = import_module(f"openai.resources.{name}")
@@ -110,7 +110,9 @@ def openai_endpoints() -> list[tuple[str, str]]:
 
 
 def endpoint_table(served: set[tuple[str, str]]) -> str:
-    """served: methods and path patterns of our routes, with OpenAI's and other endpoints."""
+    """Return the table of endpoints. served: methods and path patterns of our
+    routes, with OpenAI's and other endpoints.
+    """
     rows = []
     theirs = openai_endpoints()
     for method, path in theirs:
@@ -124,7 +126,7 @@ def endpoint_table(served: set[tuple[str, str]]) -> str:
 
 
 def routes() -> set[tuple[str, str]]:
-    """The methods and paths of the application, as patterns."""
+    """Return the methods and paths of the application, as patterns."""
     from starlette.routing import Route
 
     source = import_module("deskside.serve.app").__file__
@@ -138,7 +140,7 @@ def routes() -> set[tuple[str, str]]:
 
 
 def tables() -> str:
-    """All tables, as in docs/serve.md."""
+    """Return all tables, as in docs/serve.md."""
     return f"{endpoint_table(routes())}\n\n{field_tables()}\n"
 
 

@@ -1,4 +1,4 @@
-"""The chat page as a person uses it, in a headless Chromium."""
+"""The chat page in a headless Chromium, operated like a user does."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"ty
 
 
 class ChatPage:
-    """An open page, the requests that it made, and what its console said."""
+    """An open page, the requests that it made, and its console messages."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class ChatPage:
             viewport=size,
             color_scheme="dark" if dark else "light",
             permissions=["clipboard-read", "clipboard-write"],
-            **options,  # of a browser context, such as is_mobile
+            **options,  # options of a browser context, such as is_mobile
         )
         self.page = self.context.new_page()
         self.page.set_default_timeout(15_000)
@@ -47,16 +47,16 @@ class ChatPage:
         self.page.on("console", lambda message: self.complaints.append(message.text))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.goto(address)
-        # The last that the page does when it opens, unless it asks for a key.
+        # The last request that the page makes when it opens, unless it asks for a key.
         expect(self.page.locator("#say:focus, dialog[open]")).to_be_attached()
 
     def send(self, text: str) -> None:
-        """Ask, without waiting for the answer."""
+        """Send a question without waiting for the answer."""
         self.page.get_by_label("Message", exact=True).fill(text)
         self.page.keyboard.press("Enter")
 
     def ask(self, text: str) -> str:
-        """Ask, and return the text of the complete answer."""
+        """Send a question and return the text of the complete answer."""
         self.send(text)
         return self.answer()
 
@@ -74,11 +74,11 @@ class ChatPage:
         return self.page.locator(".turn > .text").all_inner_texts()
 
     def button(self, name: str) -> "Locator":
-        """A button of the last message."""
+        """Return a button of the last message."""
         return self.last.get_by_role("button", name=name, exact=True)
 
     def settings(self, **values: str) -> None:
-        """Fill fields of the settings dialog by the ends of their ids."""
+        """Fill fields of the settings dialog, given by the ends of their ids."""
         self.page.get_by_role("button", name="Settings").click()
         for name, value in values.items():
             field = self.page.locator(f"#{name}, #setting-{name}")
@@ -98,7 +98,7 @@ class ChatPage:
 
 
 class PreparedServer:
-    """The process of tests/serve/prepared.py, which can be killed and started again on its port."""
+    """The process of tests/serve/prepared.py, which can be killed and restarted on its port."""
 
     def __init__(self, run: Path, port: int = 0):
         self._run, self._port = run, port
@@ -107,7 +107,7 @@ class PreparedServer:
         self.start()
 
     def start(self) -> None:
-        """Start it, and wait until it answers."""
+        """Start the process, and wait until it answers."""
         command = [sys.executable, "-m", "tests.serve.prepared", str(self._run), "--port", str(self._port)]
         options = ["--device", "cpu", "--name", "prepared", "--max-tokens", "1000"]
         self._process = subprocess.Popen(
@@ -121,17 +121,17 @@ class PreparedServer:
         assert httpx.get(f"{self.address}/health").status_code == 200
 
     def freeze(self) -> None:
-        """Let it hang: its connections remain, and it answers nothing."""
+        """Stop the process with SIGSTOP: its connections remain, and it answers nothing."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Let it go on."""
+        """Continue the process."""
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 
     def kill(self) -> None:
-        """End it without a warning."""
+        """Kill the process without a warning."""
         assert self._process is not None
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()

@@ -63,7 +63,7 @@ def take(chat: ChatPage, folder: Path, form: str) -> None:
 
 
 def take_all(browser: Browser, folder: Path) -> list[str]:
-    """Take the pictures of all forms, the last of each without the server. Return the faults of the pages."""
+    """Take the pictures of all forms, the last picture of each without the server. Return the faults of the pages."""
     opened: dict[str, ChatPage] = {}
     faults = []
     with tempfile.TemporaryDirectory() as temporary:

@@ -1,4 +1,4 @@
-"""A made run with a chat template, and servers of it."""
+"""A run with a chat template, and servers of it."""
 
 import shutil
 from pathlib import Path
@@ -18,7 +18,7 @@ TEMPLATE = (
 
 
 def make_chatty(folder: Path) -> tuple[MadeRun, Path]:
-    """A run without a chat template, and the path of the same one with it."""
+    """Make a run without a chat template. Return it, and the path of a copy with a chat template."""
     made = make(folder)
     chatty = folder / "chatty"
     shutil.copytree(made.path, chatty)
@@ -28,7 +28,7 @@ def make_chatty(folder: Path) -> tuple[MadeRun, Path]:
 
 
 def never_end(made: MadeRun, path: Path) -> Path:
-    """Give the run at `path`, which is `made` or a copy of it, weights that say "a" for ever. Returns the path."""
+    """Give the run at `path`, which is `made` or a copy of it, weights that say "a" for ever. Return the path."""
     said = load(made.path).token_to_id("a")
     with torch.no_grad():
         for name, parameter in made.model.named_parameters():
@@ -47,6 +47,6 @@ def make_endless(folder: Path) -> Path:
 
 
 def rendered(messages: list[dict[str, str]]) -> str:
-    """What the template makes of messages, written by hand."""
+    """Return the template's rendering of messages, written by hand."""
     turns = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
     return turns + "<|im_start|>assistant\n"

@@ -32,7 +32,7 @@ def browser() -> Iterator["Browser"]:
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A run without a chat template, and the same with one."""
+    """A run without a chat template, and a copy with one."""
     made, chatty = make_chatty(tmp_path_factory.mktemp("page"))
     return made.path, chatty
 
@@ -51,7 +51,7 @@ def prepared(runs: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture
 def chat(browser: "Browser", prepared: "PreparedServer") -> Iterator["ChatPage"]:
-    """A new browser profile with the page open. At the end, its console has said nothing."""
+    """A new browser profile with the page open. At the end, its console must be empty."""
     from tests.serve.chat_page import ChatPage
 
     opened = ChatPage(browser, prepared.address)

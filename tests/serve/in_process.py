@@ -1,4 +1,4 @@
-"""The server's application without a network, and clients of it."""
+"""The server's application without a network, and clients for it."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -24,7 +24,7 @@ def with_client(
     limits: tuple[int, int] = (3000, 4096),
     **engine: Any,
 ) -> T:
-    """Return ask(client) of a server with this model, whose name is "tiny". The official client has no retries.
+    """Return ask(client) with a server of this model, whose name is "tiny". The official client makes no retries.
 
     limits: the most tokens of an answer, and of a prompt with its answer.
     """

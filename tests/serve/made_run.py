@@ -1,4 +1,4 @@
-"""A small run directory, as training leaves one: data, tokenizer, run.json, a checkpoint. No training is done."""
+"""A small run directory like those of training: data, tokenizer, run.json and a checkpoint. Nothing is trained."""
 
 import json
 from dataclasses import dataclass
@@ -55,7 +55,7 @@ def make(folder: Path) -> MadeRun:
     for step in (10, 20):
         initialize(model, seed=step, options=InitOptions(head_std=0.4, output="fan_in"))
         save(path, step, model)
-    # The end of a text is never drawn, so that answers have the length that was asked for.
+    # The end-of-text token is never drawn, so that answers have the requested length.
     assert bpe.end_of_text(bpe.load(path))[1] == 0
     return MadeRun(path, model, config)
 

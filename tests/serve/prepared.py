@@ -1,9 +1,9 @@
-"""`deskside serve` with prepared answers in place of an engine's; everything else is the real server.
+"""`deskside serve` with prepared answers instead of an engine's. Everything else is the real server.
 
     python -m tests.serve.prepared RUN [options of deskside serve]
 
-The last question of a prompt chooses the answer, each time the next version of it. What is not prepared is repeated. A
-word of an answer counts as a token.
+The last question of a prompt selects the answer, and each repetition selects its next version. A question without a
+prepared answer is repeated. Each word of an answer counts as a token.
 """
 
 import asyncio
@@ -107,7 +107,7 @@ ANSWERS = {
 
 
 def prepared_answer(text: str, asked: "Counter[str]") -> str:
-    """Return what is left of the answer to a prompt, which may hold the beginning of it."""
+    """Return the rest of the answer to a prompt, which may contain the beginning of it."""
     questions = re.findall(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", text, re.DOTALL)
     question = questions[-1] if questions else text
     if "<tool_response>" in question:
@@ -124,7 +124,7 @@ def prepared_answer(text: str, asked: "Counter[str]") -> str:
 
 
 class PreparedWorker(Worker):
-    """Delivers prepared answers on the event loop; its thread and engine do nothing."""
+    """Delivers prepared answers on the event loop. Its thread and engine do nothing."""
 
     tokenizer: Tokenizer
 
@@ -156,7 +156,7 @@ class PreparedWorker(Worker):
 def serve_prepared(
     loaded: Loaded, engine: Engine, options: server.ServerOptions, listening: socket.socket
 ) -> None:
-    """As server.serve, with an adapter by name."""
+    """Serve like server.serve, with an adapter named "poet"."""
     PreparedWorker.tokenizer = loaded.tokenizer
     SERVE(loaded, engine, replace(options, adapters=("poet",)), listening)
 

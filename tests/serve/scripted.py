@@ -15,9 +15,9 @@ from tests.serve.made_run import make, save
 
 
 def make_scripted(folder: Path, template: str, pieces: Sequence[str], special: Sequence[str] = ()) -> Loaded:
-    """Return a model with this chat template that says these pieces, then ends.
+    """Return a model with this chat template that says these pieces and then ends.
 
-    Each piece becomes a token; `special` names those that become special ones. Every block adds nothing, so the hidden
+    Each piece becomes a token, and those in `special` become special tokens. Every block adds nothing, so the hidden
     state is the embedding of the last token: one direction for each piece, and one for all other tokens.
     """
     made = make(folder)

@@ -1,4 +1,6 @@
-"""A server of one model and several adapters: requests choose by name, and rows of all names share batches."""
+"""A server with one model and several adapters: requests select them by name, and
+rows with different names share batches.
+"""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Grammars of whole answers, with markers that are special tokens and ones that are plain text."""
+"""Grammars of complete answers, with markers that are special tokens and with markers that are plain text."""
 
 from functools import cache
 

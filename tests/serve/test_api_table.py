@@ -1,4 +1,6 @@
-"""docs/serve.md has what the server does with every field and endpoint of OpenAI's client, and the server does it."""
+"""docs/serve.md lists what the server does with every field and endpoint of
+OpenAI's client, and the server does so.
+"""
 
 from pathlib import Path
 from typing import Any

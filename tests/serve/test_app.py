@@ -1,4 +1,4 @@
-"""The application without a network: who waits for whom."""
+"""Tests of the application without a network: no request waits longer than it must."""
 
 import asyncio
 import threading
@@ -27,7 +27,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
 
 
 def test_a_short_prompt_does_not_wait_for_long_ones(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten long texts of which none can be encoded until the short one has its answer."""
+    """Ten long texts cannot be encoded until the short one has its answer."""
     answered, begun = threading.Event(), threading.Event()
     real = PromptEncoder.text
 

@@ -1,4 +1,4 @@
-"""Attackers on a whole server: it says why it refuses, stays up, and answers the next good request."""
+"""Attacks on the complete server: it says why it refuses, stays up, and answers the next valid request."""
 
 import contextlib
 import json
@@ -139,13 +139,13 @@ def test_connections_that_break_off_leave_nothing(server: tuple[str, int], good:
             connection.sendall(sent[: len(sent) - 5] if number % 3 == 0 else sent)
             if number % 3 == 1:
                 connection.recv(100)
-            # A reset instead of an orderly end.
+            # A reset instead of an orderly close.
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     until = time.monotonic() + 20
     while len(os.listdir(f"/proc/{pid}/fd")) > 40:
         assert time.monotonic() < until, "sockets are left open"
         time.sleep(0.1)
-    full = {"prompt": "a", "n": 64, "max_tokens": 2}  # all places
+    full = {"prompt": "a", "n": 64, "max_tokens": 2}  # all slots
     while httpx.post(f"{base}/v1/completions", json=full, timeout=60).status_code != 200:
         assert time.monotonic() < until, "places are left taken"
         time.sleep(0.1)
@@ -167,7 +167,7 @@ sys.exit(main(['serve', sys.argv[1], '--port', '0', '--device', 'cpu']))
 
 
 def test_a_step_that_raises_ends_its_answers_and_not_the_server(chatty: Path) -> None:
-    """It stands for what a GPU can do: out of memory, a kernel that fails."""
+    """The error simulates a GPU's failures, such as out of memory or a failing kernel."""
     process = subprocess.Popen(
         [sys.executable, "-c", BROKEN, str(chatty)],
         stdout=subprocess.PIPE,
@@ -178,7 +178,7 @@ def test_a_step_that_raises_ends_its_answers_and_not_the_server(chatty: Path) ->
     try:
         assert process.stdout is not None
         base = next(word for word in process.stdout.readline().split() if word.startswith("http"))
-        # Greedy: a sampled answer may end before the third token.
+        # Greedy, because a sampled answer may end before the third token.
         body = {"prompt": "the sea", "stream": True, "max_tokens": 50, "temperature": 0}
         lines = httpx.post(f"{base}/v1/completions", json=body, timeout=60).text.strip().split("\n\n")
         error = json.loads(lines[-1].removeprefix("data: "))["error"]
@@ -196,7 +196,7 @@ def test_a_step_that_raises_ends_its_answers_and_not_the_server(chatty: Path) ->
 
 
 def test_a_failing_template_refuses_its_request_alone(server: tuple[str, int], good: str) -> None:
-    """The template of these tests raises on a wizard, and divides by a length that can be 0."""
+    """These tests' template raises on a wizard, and divides by a length that can be 0."""
     base, _ = server
     for messages in ([{"role": "user", "content": "divide by zero"}], [{"role": "wizard", "content": "a"}]):
         response = httpx.post(f"{base}/v1/chat/completions", json={"messages": messages}, timeout=30)

@@ -1,4 +1,4 @@
-"""Conversations: the text that comes out, the commands, and Ctrl-C in a real terminal."""
+"""Chat sessions: the printed text, the commands, and Ctrl-C in a real terminal."""
 
 import contextlib
 import io
@@ -48,7 +48,7 @@ def loaded(made: MadeRun) -> Loaded:
 
 @pytest.fixture
 def chatty(made: MadeRun, tmp_path: Path) -> Loaded:
-    """The same model with a chat template beside its tokenizer."""
+    """The model with a chat template beside its tokenizer."""
     import shutil
 
     run = tmp_path / "chatty"
@@ -63,7 +63,7 @@ def options(new: int = 12, sampling: Sampling = GREEDY, system: str | None = Non
 
 
 def continuation(loaded: Loaded, text: str, new: int, begin: list[int] | None = None) -> str:
-    """What greedy generation makes of a text, decoded at once."""
+    """Return the greedy continuation of a text, decoded at once."""
     tokenizer: Tokenizer = loaded.tokenizer
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     prompt = [loaded.start_token, *ids] if begin is None else begin
@@ -144,7 +144,8 @@ def test_chat_template_is_used_and_old_exchanges_are_dropped_whole(chatty: Loade
     for _ in range(6):
         list(chat.reply("the ship went to the sea " * 160))
     assert chat.truncated
-    assert chat.transcript().count("user:") == 7  # forgotten by the model, not by the transcript
+    # removed from the model's context, but not from the transcript
+    assert chat.transcript().count("user:") == 7
     with pytest.raises(UsageError, match="make the message shorter"):
         list(chat.reply("ships " * 5000))
 
@@ -183,7 +184,7 @@ def test_messages_cannot_forge_a_turn(chatty: Loaded) -> None:
 
 
 def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of prompts that are computed from now on, one number for each step."""
+    """Return a list that records the prompt tokens of every later step."""
     counts: list[int] = []
     real = CachedModel.prefill
 
@@ -204,10 +205,10 @@ def test_a_turn_computes_only_what_is_new(loaded: Loaded, monkeypatch: pytest.Mo
     for _ in range(3):
         counts.clear()
         list(chat.reply("and"))
-        # A turn has about 20 new tokens, and a page of 32 is the unit of what is kept.
+        # A turn has about 20 new tokens, and the cache keeps whole pages of 32.
         assert 0 < sum(counts) < 64 < first
     counts.clear()
-    reply = chat.reply("songs")  # one that is stopped keeps what was computed too
+    reply = chat.reply("songs")  # a stopped answer also keeps what was computed
     next(reply)
     reply.close()
     list(chat.reply("and"))
@@ -276,7 +277,7 @@ def test_lines_from_a_pipe_with_commands(
     assert "/nonsense: there is no such command" in streams.err
     assert "needs a file name" in streams.err
     assert "cannot be written" in streams.err
-    monkeypatch.setattr(sys, "stdin", io.StringIO("the sea"))  # no newline at the end, no /quit
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the sea"))  # no newline at the end, and no /quit
     assert converse(loaded, options(), None) == 0
     assert capsys.readouterr().out == f"{first}\n"
 
@@ -303,7 +304,7 @@ def test_save_writes_new_files_only(
 
 
 class Terminal:
-    """A program in a terminal of its own."""
+    """Runs a program in a separate terminal."""
 
     def __init__(self, arguments: list[str]) -> None:
         self.shown = ""
@@ -323,7 +324,7 @@ class Terminal:
         os.write(self._ours, text.encode())
 
     def wait_for(self, pattern: str, seconds: float = 90) -> None:
-        """Read until what was shown since the last call matches."""
+        """Read until the output since the last call matches."""
         end = time.monotonic() + seconds
         while not (found := re.search(pattern, self.shown)):
             left = end - time.monotonic()
@@ -333,7 +334,8 @@ class Terminal:
         self.shown = self.shown[found.end() :]
 
     def interrupt_at_prompt(self, noticed: Callable[[float], object]) -> None:
-        """Ctrl-C while the program waits for a line; `noticed(seconds)` raises while nothing has come of it.
+        """Press Ctrl-C while the program waits for a line. `noticed(seconds)` raises
+        if nothing has happened in this time.
 
         A signal in the instant between the prompt and the system call that waits for keys is only noticed with the
         next one, and the two then count as one. So a signal without effect is sent again.
@@ -360,7 +362,7 @@ def test_ctrl_c_stops_the_answer_and_twice_leaves(tmp_path: Path) -> None:
         terminal.wait_for("continues your text")
         terminal.wait_for("> ")
         terminal.type("the sea\n")
-        terminal.wait_for("the sea\r?\n.")  # its echo, then the answer begins
+        terminal.wait_for("the sea\r?\n.")  # the echo of the input, then the answer begins
         terminal.process.send_signal(signal.SIGINT)
         terminal.wait_for(r"\(stopped\)")
         terminal.wait_for("> ")

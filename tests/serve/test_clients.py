@@ -1,4 +1,4 @@
-"""LangChain and LiteLLM ask the server: answers are those of the official client."""
+"""LangChain and LiteLLM query the server: their answers equal those of the official client."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -57,7 +57,7 @@ def test_langchain(base: str, expected: dict[str, Any]) -> None:
 
 
 def test_litellm(base: str, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would fetch a price list
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would download a price list
     import litellm
 
     access: dict[str, Any] = {"api_base": base, "api_key": "a-secret", "num_retries": 0}

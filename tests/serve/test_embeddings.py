@@ -42,7 +42,7 @@ def test_embeddings_are_transformers_mean_pooling(made: Made, loaded: Loaded, en
 
     async def ask(client: openai.AsyncOpenAI) -> list[Any]:
         given: list[Any] = [TEXTS, prompts, TEXTS[0], prompts[1]]
-        # The client asks for base64 and decodes it, unless it is told to ask for float.
+        # The client asks for base64 and decodes it, unless float is requested explicitly.
         found = [await client.embeddings.create(model="tiny", input=i) for i in given]
         found.append(await client.embeddings.create(model="tiny", input=TEXTS, encoding_format="float"))
         await client.completions.create(model="tiny", prompt=prompts[2], max_tokens=1)

@@ -1,4 +1,4 @@
-"""Programs that people put between themselves and a server: LangChain and LiteLLM, with tools and structured output."""
+"""LangChain and LiteLLM as clients of the server, with tools and structured output."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ def sail(days: Literal[1, 2, 3], fast: bool) -> str:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a server of random weights with Qwen 2.5's template, which writes tools."""
+    """The address of a server with random weights and Qwen 2.5's template, which supports tools."""
     made = make(tmp_path_factory.mktemp("frameworks")).path
     path = Path(shutil.copytree(made, made.parent / "qwen"))
     (path / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
@@ -57,7 +57,7 @@ def test_langchain_structured_output(chain: ChatOpenAI, method: str) -> None:
 
 
 def test_langchain_json_mode(chain: ChatOpenAI) -> None:
-    """Random weights do not know the fields, so only that it is an object can be seen."""
+    """Random weights do not know the fields, so the test only checks that the answer is an object."""
     answer = chain.bind(response_format={"type": "json_object"}, n=1, max_tokens=600).invoke("A ship")
     assert str(answer.content).startswith("{")
 

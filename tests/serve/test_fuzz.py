@@ -1,7 +1,7 @@
-"""The API under requests that are made from its own OpenAPI document, valid ones and wrong ones.
+"""The API under requests generated from its own OpenAPI document, valid and invalid ones.
 
-No request makes the server fail, every answer is one that the document describes, what the document forbids is refused,
-and clients beside it get their own answers, whole and right.
+No request makes the server fail, every answer conforms to the document, everything that the document forbids is
+refused, and concurrent clients get their own answers, complete and correct.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_request_makes_the_server_fail(model: Path) -> None:
-    """30 requests beside a client; the long form below has 10,000."""
+    """30 requests beside a client. The long form below has 10,000."""
     arguments = [str(model), "--device", "cpu", *SERVER]
     with served(arguments, {"OMP_NUM_THREADS": "1"}) as (base, pid), ThreadPoolExecutor(1) as thread:
         known = asyncio.run(alone(base, questions(3), {}))

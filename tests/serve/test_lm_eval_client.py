@@ -1,4 +1,4 @@
-"""lm-eval's `local-completions` through our server against lm-eval on the model itself: no item differs.
+"""lm-eval's `local-completions` through our server equals lm-eval on the model itself: no item differs.
 
 Its requests are prompts as token ids with echo and one log-probability, and greedy answers up to stop strings.
 """
@@ -58,7 +58,7 @@ def samples(model: Any, config: dict[str, Any], rows: list[dict[str, Any]]) -> l
 
 def rows(seed: int, count: int) -> list[dict[str, Any]]:
     rng = np.random.default_rng(seed)
-    # Short texts: windows of a long text differ between lm-eval's own models.
+    # Short texts, because windows of a long text differ between lm-eval's own models.
     return [
         {
             "query": sentence(rng, 2, 12),
@@ -100,7 +100,7 @@ GENERATED = {
 def differing(
     made: Made, client: LocalCompletionsAPI, config: dict[str, Any], items: list[dict[str, Any]]
 ) -> list[int]:
-    """The items whose verdicts, greedy matches, texts or log-probabilities differ."""
+    """Return the items whose verdicts, greedy matches, texts or log-probabilities differ."""
     harness = HFLM(str(made.folder), device="cpu", batch_size=4, dtype="float32")
     mine, theirs = samples(client, config, items), samples(harness, config, items)
     assert len(mine) == len(theirs) == len(items)

@@ -1,7 +1,7 @@
-"""Load on a server process: 20 seconds of it here, five minutes in the long form. Every greedy answer is known.
+"""Load on a server process: 20 seconds here, five minutes in the long form. Every greedy answer is known.
 
-The answers come from a forward pass over one prompt alone. Only prompts are asked whose tokens are not close calls, so
-that rounding, which depends on how many rows a step has, decides nothing.
+The answers come from a forward pass over one prompt alone. Only prompts without close calls between tokens are used,
+so that rounding, which depends on a step's number of rows, decides nothing.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from deskside.engine.generate import generate
 from deskside.weights.load import Loaded, load_model
 from tests.serve.made_run import make
 
-CLEAR = 1e-3  # nats between the best token and the second
+CLEAR = 1e-3  # nats between the best token and the second best
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,6 @@
-"""The chat page with the real engine: answers are what the model generates, and stopping them ends the work."""
+"""The chat page with the real engine: answers are what the model generates, and
+stopping an answer stops the computation.
+"""
 
 import re
 from pathlib import Path
@@ -46,7 +48,7 @@ def test_answers_and_their_continuation_are_the_models(browser: "Browser", runs:
         chat.answer()
         kept = chat.page.evaluate(SHOWN_MESSAGE)
         assert kept["usage"]["completion"] == 60
-        # Tokenized again, a beginning may have other tokens; what the model then writes begins after the same text.
+        # A prefix may have other tokens when it is tokenized again. The model then continues after the same text.
         assert kept["content"].startswith(messages[-1]["content"]) and len(kept["content"]) > len(
             messages[-1]["content"]
         )
@@ -58,7 +60,7 @@ def test_answers_and_their_continuation_are_the_models(browser: "Browser", runs:
 def test_stop_ends_the_work_of_the_server(browser: "Browser", tmp_path: Path) -> None:
     with real_server(make_endless(tmp_path), "--concurrency", "2", "--max-tokens", "4000") as address:
         chat = ChatPage(browser, address)
-        for number in range(3):  # the server answers two at a time, so a stopped answer must free its place
+        for number in range(3):  # the server answers two at a time, so a stopped answer must free its slot
             chat.send("the sea")
             expect(chat.last.locator("> .text")).to_have_text(re.compile("a{10}"))
             chat.page.keyboard.press("Escape") if number else chat.page.get_by_role(
@@ -76,7 +78,7 @@ def test_a_key_is_asked_for_and_a_plain_model_continues(browser: "Browser", runs
         chat = ChatPage(browser, address)
         page = chat.page
         dialog = page.get_by_role("dialog")
-        dialog.get_by_label("API key").fill("ключ")  # which no header of HTTP can have
+        dialog.get_by_label("API key").fill("ключ")  # which is not allowed in an HTTP header
         page.keyboard.press("Enter")
         dialog.get_by_label("API key").fill("wrong")
         page.keyboard.press("Enter")

@@ -1,4 +1,4 @@
-"""The functions of the chat page with prepared answers: branches, kept conversations, export, a lost server."""
+"""The functions of the chat page with prepared answers: branches, saved conversations, export, and a lost server."""
 
 import json
 import re
@@ -35,7 +35,7 @@ ANOTHER_MODEL_AND_BACK = """async () => {
     return turn.element.querySelectorAll("strong").length;
   });
 }"""
-# A transaction that saving and deleting wait for, until `held` is false.
+# A transaction that blocks saving and deleting until `held` is false.
 HOLD_STORE = """() => new Promise((resolve) => {
   indexedDB.open("deskside-chat").onsuccess = ({ target }) => {
     const store = target.result.transaction("conversations", "readwrite").objectStore("conversations");
@@ -45,7 +45,7 @@ HOLD_STORE = """() => new Promise((resolve) => {
     resolve();
   };
 })"""
-WITHOUT_CLIPBOARD = "Object.defineProperty(navigator, 'clipboard', { value: undefined })"  # as on http
+WITHOUT_CLIPBOARD = "Object.defineProperty(navigator, 'clipboard', { value: undefined })"  # as with http
 
 
 def test_markdown_grows_without_replacing_what_is_complete(chat: ChatPage) -> None:
@@ -83,7 +83,7 @@ def test_markdown_grows_without_replacing_what_is_complete(chat: ChatPage) -> No
     assert page.evaluate(ANOTHER_MODEL_AND_BACK) == [1, 0, 1]
     usage = chat.last.locator(".usage").inner_text()
     tokens, speed = re.search(r"(\d+) tokens · (\d+) tokens/s", usage).groups()
-    # A pause of 4 ms before each token: at most 250 a second.
+    # A pause of 4 ms before each token: at most 250 tokens a second.
     assert int(tokens) == 160 and 5 < int(speed) <= 250
 
 
@@ -101,7 +101,8 @@ def test_branches(chat: ChatPage) -> None:
     assert chat.texts() == ["another question", "another question"]
     question = chat.page.locator(".turn.user").first
     question.get_by_role("button", name="Previous version").click()
-    assert chat.texts() == ["versions", second, "and more", "and more"]  # the newest of what follows
+    # the newest of the following messages
+    assert chat.texts() == ["versions", second, "and more", "and more"]
     chat.page.locator(".turn").nth(1).get_by_role("button", name="Previous version").click()
     assert chat.texts() == ["versions", first]
     chat.button("Edit").click()
@@ -143,7 +144,7 @@ def test_conversations_are_kept_found_renamed_and_deleted(chat: ChatPage) -> Non
     page.get_by_role("button", name="Delete", exact=True).click()
     expect(saved).to_have_text(["about pirates"])
     assert chat.texts() == []
-    page.go_back()  # to what is deleted, so there is a new chat
+    page.go_back()  # the parent was deleted, so there is a new chat
     page.go_back()
     expect(page.locator(".turn > .text")).to_have_text(["about pirates", "about pirates"])
 
@@ -182,7 +183,7 @@ def test_export_and_import(chat: ChatPage, tmp_path: Path) -> None:
     download.value.save_as(file)
     again = json.loads(file.read_text())
     assert [without_ids(entry) for entry in again] == [without_ids(entry) for entry in exported]
-    # A bare list of messages, as of another program.
+    # A bare list of messages, as from another program.
     file.write_text(json.dumps([{"role": "user", "content": [{"type": "text", "text": "from elsewhere"}]}]))
     page.locator("#file").set_input_files(file)
     expect(page.locator(".turn > .text")).to_have_text(["from elsewhere"])
@@ -210,7 +211,7 @@ def test_export_and_import(chat: ChatPage, tmp_path: Path) -> None:
 
 
 def without_ids(entry: dict[str, Any]) -> Any:
-    """What of an exported conversation an import keeps: its tree, in order of time."""
+    """Return the parts of an exported conversation that an import keeps: its tree, in order of time."""
     tree = entry["deskside"]
     ordered = sorted(tree["messages"], key=lambda m: m["created"])
     places = {message["id"]: place for place, message in enumerate(ordered)}
@@ -233,7 +234,7 @@ def test_a_question_sent_while_conversations_are_being_deleted_is_answered(chat:
 
 
 def test_an_answered_dialog_acts_before_the_next_input(chat: ChatPage) -> None:
-    """The event "close" of a dialog may come after what the user does next; nothing waits for it."""
+    """A dialog's "close" event may come after the user's next action, and nothing waits for it."""
     page = chat.page
     chat.ask("first")
     page.evaluate("addEventListener('close', (event) => event.stopImmediatePropagation(), true)")
@@ -278,7 +279,7 @@ def test_sampling_and_models(chat: ChatPage) -> None:
         **{name: str(value) for name, value in wanted.items()}, thinking="off", tools=json.dumps(TOOLS)
     )
     page.get_by_label("Model", exact=True).select_option("poet")
-    page.reload()  # the settings of this browser are kept
+    page.reload()  # this browser's settings are kept
     expect(page.get_by_label("Model", exact=True)).to_have_value("poet")
     chat.ask("hello again")
     posted = chat.posted()
@@ -354,7 +355,7 @@ def test_the_drawer_of_a_phone_by_keyboard(
     expect(page.locator("#new")).to_be_focused()
     page.keyboard.press("Escape")
     expect(menu).to_be_focused()
-    expect(page.locator("#stop")).to_be_visible()  # the answer goes on
+    expect(page.locator("#stop")).to_be_visible()  # the answer continues
     menu.press("Enter")
     page.get_by_role("button", name="Delete all conversations").press("Enter")
     page.get_by_role("button", name="Delete", exact=True).press("Enter")
@@ -456,7 +457,7 @@ def test_two_tabs_lose_nothing_of_one_conversation(chat: ChatPage) -> None:
 
 
 def with_own_clock(page: "Page") -> None:
-    """Open the page again with a clock that `page.clock.run_for` moves on, so that its patience ends at once."""
+    """Reopen the page with a clock that `page.clock.run_for` advances, so that its timeouts end at once."""
     page.clock.install()
     page.reload()
     expect(page.locator("#say:focus")).to_be_attached()
@@ -479,7 +480,7 @@ def test_a_server_that_hangs(chat: ChatPage, prepared: PreparedServer) -> None:
     page.get_by_role("button", name="Try now").press("Enter")
     expect(page.locator("#gone")).to_be_hidden()
     begun = text.inner_text()
-    expect(text).not_to_have_text(begun)  # what was frozen goes on: nothing was broken off
+    expect(text).not_to_have_text(begun)  # the frozen answer continues: nothing was aborted
     page.keyboard.press("Escape")
     chat.answer()
 
@@ -488,7 +489,7 @@ def test_an_answer_that_does_not_go_on_is_asked_again(chat: ChatPage) -> None:
     page = chat.page
     with_own_clock(page)
     held = []
-    # The first is accepted and never answered, while the server says that it is well.
+    # The first request is accepted but never answered, while the server reports that it is healthy.
     hold = lambda route: route.continue_() if held else held.append(route)  # noqa: E731
     page.route("**/v1/chat/completions", hold)
     chat.send("hello")

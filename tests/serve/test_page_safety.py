@@ -1,4 +1,4 @@
-"""The chat page against what a model may write, and for people who see it on a phone, in the dark or not at all."""
+"""The chat page against hostile model output, and on phones, in dark mode and for screen readers."""
 
 from typing import TYPE_CHECKING
 
@@ -35,9 +35,9 @@ def test_hostile_answers(chat: ChatPage, prepared: PreparedServer) -> None:
     page = chat.page
     chat.ask("hostile")
     answer = chat.last.locator(".markdown")
-    assert "<script>window.hit = 1</script>" in answer.inner_text()  # shown as it was written
+    assert "<script>window.hit = 1</script>" in answer.inner_text()  # shown literally
     assert "end of it" in answer.inner_text()
-    page.reload()  # and from the store
+    page.reload()  # also after loading it from the store
     expect(page.locator(".turn")).to_have_count(2)
     assert page.evaluate("window.hit") is None
     assert (

@@ -1,4 +1,4 @@
-"""Responses made of engine events, without an engine: several tokens of each choice arrive at once."""
+"""Responses built from engine events without an engine: several tokens of each choice arrive at once."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ PROMPT = (1, 2, 3)
 
 
 class FakeWorker:
-    """Passes on the messages of a test."""
+    """Passes on a test's messages."""
 
     failed = None
 
@@ -42,7 +42,9 @@ def tokenizer() -> Tokenizer:
 
 
 def events(logprobs: bool) -> list[Event]:
-    """Those of two steps with four tokens each, of two choices: the second ends by a stop string."""
+    """Return the events of two steps with four tokens each, for two choices. The
+    second choice ends by a stop string.
+    """
     logprob = -0.5 if logprobs else None
 
     def token(sample: int, text: str, reason: Any = None) -> Event:
@@ -85,7 +87,7 @@ def test_a_stream_has_the_text_of_the_whole_answer(logprobs: bool, tokenizer: To
     assert counts["choices"] == [] and counts["usage"] == answer["usage"]
     assert answer["usage"]["completion_tokens"] == 8
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 2}
-    # Without log-probabilities, the tokens of one choice that arrive together are one chunk.
+    # Without log-probabilities, tokens of one choice that arrive together form one chunk.
     assert len(chunks) == (9 if logprobs else 3)
     for expected in answer["choices"]:
         parts = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == expected["index"]]

@@ -1,4 +1,4 @@
-"""Fields of requests, each by its effect on the answer, through the official client."""
+"""Each request field, tested by its effect on the answer, through the official client."""
 
 import itertools
 from dataclasses import replace
@@ -25,7 +25,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Loaded:
 
 
 def complete(loaded: Loaded, *requests: dict[str, Any]) -> list[Any]:
-    """The first choices of completions of PROMPT, greedy unless a request says otherwise."""
+    """Return the first choices of completions of PROMPT, greedy unless a request says otherwise."""
 
     async def ask(client: openai.AsyncOpenAI) -> list[Any]:
         found = []

@@ -1,4 +1,4 @@
-"""Attackers on the part of the server that stands before the model, over real sockets, with short times."""
+"""Attacks on the part of the server in front of the model, over real sockets, with short timeouts."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ GOOD = {"Host": "127.0.0.1", "Content-Type": "application/json"}
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
-    """Gives the body back; /flood sends more than any buffer takes."""
+    """Return the request body. /flood sends more than any buffer holds."""
     body = (await receive())["body"]
     length = [] if scope["path"] == "/flood" else [(b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": length})
@@ -76,9 +76,9 @@ def head(method: str, path: str, headers: dict[str, str]) -> bytes:
 
 
 def ask(port: int, sent: bytes, seconds: float = 10) -> tuple[int, dict[str, Any] | bytes]:
-    """Status and content of the answer to raw bytes."""
+    """Return status and content of the answer to raw bytes."""
     with socket.create_connection(("127.0.0.1", port), timeout=seconds) as connection:
-        with contextlib.suppress(ConnectionError):  # refused before all of it was sent
+        with contextlib.suppress(ConnectionError):  # refused before everything was sent
             connection.sendall(sent)
         got = b""
         while b"\r\n\r\n" not in got:
@@ -102,7 +102,7 @@ def post(port: int, body: bytes, path: str = "/", **headers: str) -> tuple[int, 
 
 
 def closed_after(connection: socket.socket, seconds: float) -> float:
-    """How long until the server ends the connection."""
+    """Return the seconds until the server closes the connection."""
     began = time.monotonic()
     connection.settimeout(seconds)
     with contextlib.suppress(ConnectionError):
@@ -236,7 +236,7 @@ def test_api_keys() -> None:
             assert status == 401 and told["error"]["type"] == "authentication_error", given
         assert post(port, b"{}", "/v1/completions", Authorization="bearer right")[0] == 200
         assert post(port, b"{}", "/v1/completions", Authorization="Bearer first")[0] == 200
-        # Paths are compared as the app sees them: a spelling of another path does not go around it.
+        # Paths are compared as the app sees them, so another spelling of a path does not bypass the guard.
         for path in (
             "//v1/completions",
             "/%2e/v1/models",

@@ -1,4 +1,4 @@
-"""/v1/responses through the official client: the same answers as chat completions, in one piece and as a stream."""
+"""/v1/responses through the official client: the same answers as chat completions, complete and streamed."""
 
 import json
 from dataclasses import replace
@@ -133,7 +133,7 @@ def test_the_clients_stream_helper_gets_an_answer_that_ends(loaded: Loaded) -> N
 
 
 def test_calls_are_items(folder: Path, tmp_path: Path) -> None:
-    """With a template that writes calls as Qwen's does, and a call that the grammar makes the model write."""
+    """Uses a template that writes calls like Qwen's, and a grammar that forces the model to write a call."""
     import shutil
 
     copied = tmp_path / "tools"

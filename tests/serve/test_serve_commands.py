@@ -1,4 +1,4 @@
-"""eval and export on a made run: their numbers, their JSON, and what they refuse."""
+"""eval and export on a synthetic run: their numbers, their JSON, and their errors."""
 
 import json
 from pathlib import Path
@@ -59,7 +59,7 @@ def test_export_loads_with_plain_transformers(
     torch.testing.assert_close(theirs(prompt).logits, made.model(prompt), atol=1e-4, rtol=1e-4)
     text = theirs.generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=None)[0].tolist()
     assert text == prompt[0].tolist() + generate(made.model, prompt.tolist(), max_new_tokens=20)[0].tokens
-    # The export can be evaluated itself: the same weights, the same text, the same number.
+    # The export itself can be evaluated: the same weights and the same text give the same number.
     (tmp_path / "a.txt").write_text("the ship went to the sea " * 20)
     values = []
     for model in (made.path, out):
@@ -75,7 +75,7 @@ def test_export_replaces_only_what_it_made(made: MadeRun, tmp_path: Path) -> Non
     assert run_export([str(made.path), "--out", str(out), "--dtype", "bfloat16"]) == 0
     stored = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
     assert stored.dtype == torch.bfloat16
-    (out / "deskside.json").unlink()  # now it might be anyone's model
+    (out / "deskside.json").unlink()  # now it could be any model
     before = sorted(path.name for path in out.iterdir())
     with pytest.raises(UsageError, match="did not write"):
         run_export([str(made.path), "--out", str(out)])

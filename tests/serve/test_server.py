@@ -1,4 +1,6 @@
-"""`deskside serve` as a process, asked by the official openai client: answers, streams, options, limits of the API."""
+"""`deskside serve` as a process, queried by the official openai client:
+answers, streams, options, limits of the API.
+"""
 
 import concurrent.futures
 import os
@@ -118,7 +120,7 @@ def test_chat_streams_the_same_in_pieces(client: openai.OpenAI, loaded: Loaded) 
 
 
 def test_cached_tokens_are_reported(client: openai.OpenAI, address: str) -> None:
-    """A prompt that was computed before is found again, in whole pages; /metrics counts the same."""
+    """A prompt that was computed before is found again in whole pages, and /metrics counts the same."""
 
     def counted(name: str) -> int:
         text = httpx.get(f"{address}/metrics").text
@@ -201,7 +203,8 @@ def test_seed_repeats_and_samples_differ(client: openai.OpenAI, loaded: Loaded) 
     assert ask(5) == first and len(set(first)) == 3
     assert ask(-5) == ask(-5) != first
     assert ask(None) != ask(None)
-    # The extensions reach the sampler: with one candidate, or a floor at the best one's probability, all are greedy.
+    # The extensions reach the sampler: with one candidate, or a floor at the best one's probability, all answers are
+    # greedy.
     best = text_of(loaded, greedy(loaded, [loaded.start_token, *ids(loaded, "songs")], 12))
     assert set(ask(5, top_k=1)) == set(ask(6, min_p=1.0)) == set(ask(7, top_p=0.0)) == {best}
     prompt = [loaded.start_token, *ids(loaded, "songs")]
@@ -317,14 +320,15 @@ def test_chat_refusals(client: openai.OpenAI) -> None:
     assert "top_logprobs" in refused(logprobs=True, top_logprobs=21)
     assert "top_logprobs requires logprobs" in refused(top_logprobs=3)
     assert "max_completion_tokens: 2000000000 exceeds" in refused(max_completion_tokens=2_000_000_000)
-    told = refused(messages=[{"role": "user", "content": "a", "seed": 1}])  # the name of a field elsewhere
+    # the name of a field in another API
+    told = refused(messages=[{"role": "user", "content": "a", "seed": 1}])
     assert "messages.0.seed: there is no such field" in told
     with pytest.raises(openai.NotFoundError, match="gpt-9"):
         client.chat.completions.create(model="gpt-9", messages=HELLO)
 
 
 def test_messages_that_clients_send_back_are_taken(client: openai.OpenAI, loaded: Loaded) -> None:
-    """With the fields that are null in an answer, and a temperature so low that it is greedy."""
+    """Messages may have the fields that are null in an answer; the temperature is so low that the answer is greedy."""
     answer = client.chat.completions.create(model="tiny", messages=HELLO, max_tokens=5, temperature=1e-35)
     talk = [*HELLO, answer.choices[0].message.model_dump(), {"role": "user", "content": "more"}]
     again = client.chat.completions.create(model="tiny", messages=talk, max_tokens=5, temperature=0)
@@ -339,7 +343,7 @@ def test_places_run_out_and_come_back_when_clients_leave(address: str, client: o
     long = {"prompt": "the sea", "max_tokens": 3000, "n": 4, "stream": True, "temperature": 0}
     with httpx.Client(base_url=address, timeout=60) as http:
         with http.stream("POST", "/v1/completions", json=long) as one:
-            first = one.iter_lines()  # httpx hangs up when nobody holds it
+            first = one.iter_lines()  # httpx hangs up when the response is garbage-collected
             next(first)
             with http.stream("POST", "/v1/completions", json=long) as two:
                 second = two.iter_lines()
@@ -349,12 +353,12 @@ def test_places_run_out_and_come_back_when_clients_leave(address: str, client: o
                 assert full.json()["error"]["type"] == "rate_limit_error"
                 with pytest.raises(openai.RateLimitError, match="at capacity"):
                     client.completions.create(model="tiny", prompt="a")
-        # Both have hung up, far from their end.
+        # Both have hung up long before their end.
         waited = time.monotonic()
         while http.post("/v1/completions", json={"prompt": "a", "n": 8}).status_code == 429:
             assert time.monotonic() - waited < 10, "places were not given back"
             time.sleep(0.05)
-    # One who waits for a whole answer and goes away gives its places back too.
+    # A client that waits for a complete answer and disconnects frees its slots too.
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{address}/v1/completions", json={**long, "n": 8, "stream": False}, timeout=0.5)
     waited = time.monotonic()
@@ -414,7 +418,7 @@ def test_an_answer_is_cut_off_by_a_second_signal_or_after_drain_seconds(
 
 @pytest.mark.full
 def test_a_connection_stays_open_for_longer_than_clients_keep_one(address: str) -> None:
-    """Where both end an idle one at once, the request that is sent in that moment is lost."""
+    """If both close an idle connection at the same time, a request sent at that moment is lost."""
     with httpx.Client(base_url=address, limits=httpx.Limits(keepalive_expiry=60)) as client:
         first = client.get("/health").extensions["network_stream"].get_extra_info("client_addr")
         time.sleep(httpx.Limits().keepalive_expiry + 2)  # type: ignore[operator]
@@ -431,7 +435,8 @@ def test_a_model_without_template_completes_and_says_why_it_does_not_chat(
     with served([str(made.path), "--device", "cpu"], token) as (base, _):
         client = openai.OpenAI(base_url=f"{base}/v1", api_key="a-secret", max_retries=0)
         assert client.completions.create(model="small", prompt="a", max_tokens=2).choices[0].text is not None
-        with pytest.raises(openai.BadRequestError, match="/v1/completions"):  # where to go instead
+        # the error names the right endpoint
+        with pytest.raises(openai.BadRequestError, match="/v1/completions"):
             client.chat.completions.create(model="small", messages=HELLO)
         for wrong in ("a-secre", "a-secret-", "A-secret"):
             with pytest.raises(openai.AuthenticationError, match="an API key is needed"):
@@ -488,5 +493,5 @@ def test_the_cache_leaves_a_card_room_to_compute_in(
     assert _engine(loaded, ServeOptions(model=str(chatty), max_batch=4)).free_tokens == 64 < wanted
     said = capsys.readouterr().err
     assert "64 tokens" in said and f"{wanted:,}" in said
-    # Who asks for a size gets it, or is told that it does not fit.
+    # A requested size is granted, or refused if it does not fit.
     assert _engine(loaded, ServeOptions(model=str(chatty), max_batch=4, cache_tokens=128)).free_tokens == 128

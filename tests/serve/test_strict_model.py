@@ -1,4 +1,4 @@
-"""Requests take values of the type that their schema names."""
+"""Requests accept only values of the type in their schema."""
 
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
@@ -43,7 +43,7 @@ def requests(kind: type[StrictModel]) -> Iterator[type[StrictModel]]:
 
 
 def test_literals_are_strings() -> None:
-    """A Literal of another type takes equal values of other types too: 0.0 for False, True for 1."""
+    """A Literal of another type also accepts equal values of other types: 0.0 for False, True for 1."""
     found = {
         (kind.__name__, name): value
         for kind in requests(StrictModel)

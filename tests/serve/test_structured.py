@@ -1,4 +1,4 @@
-"""Answers that the server constrains: OpenAI's response_format and vLLM's fields, asked by the official client."""
+"""Constrained answers of the server: OpenAI's response_format and vLLM's fields, through the official client."""
 
 import json
 import re
@@ -120,7 +120,7 @@ def test_fields_of_vllm(client: openai.OpenAI, fields: dict[str, Any], pattern: 
 
 
 def test_any_json_object(client: openai.OpenAI) -> None:
-    """Some answers of random weights are longer than the limit, so these are asked to be short: no new fields."""
+    """Some answers of random weights would exceed the limit, so the request asks for short ones: no new fields."""
     bias = {"structured_outputs": {"json_object": True}}
     for fields in ({"response_format": {"type": "json_object"}}, {"extra_body": bias}):
         answer = client.chat.completions.create(

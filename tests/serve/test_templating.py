@@ -1,4 +1,4 @@
-"""Prompts: messages where there is a template, wherever it stands, and text that makes no special token."""
+"""Prompts: messages if there is a template, wherever it is stored, and text that creates no special token."""
 
 import json
 import shutil
@@ -84,8 +84,8 @@ def test_texts_that_are_far_too_long_are_never_encoded_whole(
         encoded.clear()
         with pytest.raises(PromptTooLong, match="maximum is 4095"):
             attempt(LONG[name])
-        assert sum(encoded) <= 10 * room  # a special token is written with two characters while it is escaped
-    # What is not far too long is counted to the token.
+        assert sum(encoded) <= 10 * room  # a special token has two characters while it is escaped
+    # A prompt that is not far too long is counted exactly.
     for text in ("the sea " * 2500, "q1 " * 2700):
         tokens = PromptEncoder(loaded).text(text)
         assert PromptEncoder(loaded, len(tokens)).text(text) == tokens

@@ -1,4 +1,4 @@
-"""Tools and reasoning, asked by the official client: the prompt, calls that follow their schemas, parts of answers."""
+"""Tools and reasoning through the official client: the prompt, calls that follow their schemas, parts of answers."""
 
 import json
 import shutil
@@ -44,7 +44,7 @@ Ask = Callable[[openai.AsyncOpenAI], Awaitable[Any]]
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Loaded]:
-    """The same random weights with the chat template of this name."""
+    """Return a function that loads one set of random weights with the chat template of this name."""
     made = make(tmp_path_factory.mktemp("tools")).path
     settings = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"}
     (made / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -67,7 +67,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Loaded]:
 
 
 async def ask(client: openai.AsyncOpenAI, stream: bool = False, **fields: Any) -> Any:
-    """Return the first choice of an answer; of a stream, put together by the client."""
+    """Return the first choice of an answer. A streamed answer is assembled by the client."""
     given = {"model": "tiny", "messages": HELLO, "max_tokens": 1500, "seed": 1, **fields}
     if not stream:
         return (await client.chat.completions.create(**given)).choices[0]
@@ -121,7 +121,7 @@ def test_a_stream_has_the_calls_of_the_whole_answer(loaded: Callable[[str], Load
             )
         ]
         deltas = [call for c in chunks for call in c.choices[0].delta.tool_calls or []]
-        assert len(deltas) > 2 + len(calls_of(whole))  # arguments come as they are generated
+        assert len(deltas) > 2 + len(calls_of(whole))  # arguments arrive as they are generated
         assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
     with_client(loaded("qwen2_5"), run)
@@ -167,7 +167,7 @@ def test_without_tools_nothing_is_constrained(loaded: Callable[[str], Loaded]) -
 
 STOP = '{"name": "stop", "arguments": {}}'
 SAID: list[tuple[str, list[str], list[str], tuple[str | None, str | None, list[str]]]] = [
-    # template, pieces that the model says, special tokens; content, reasoning, functions that are called
+    # template, pieces that the model says, special tokens; content, reasoning, called functions
     ("qwen3", ["<think>", "why?", "</think>", "Hi."], [], ("Hi.", "why?", [])),
     ("qwen3", ["<think>", "why?"], ["<think>"], (None, "why?", [])),
     (
@@ -213,7 +213,7 @@ def test_parts_of_answers(
 
 @pytest.mark.parametrize("name", ["qwen3", "llama3_1", "mistral"])
 def test_tools_calls_and_results_reach_the_template(loaded: Callable[[str], Loaded], name: str) -> None:
-    """The prompt has as many tokens as transformers makes of the same conversation."""
+    """The prompt has as many tokens as transformers' rendering of the conversation."""
     model = loaded(name)
     call = {"id": "abcdef123", "type": "function"}
     arguments = {"city": "Rome", "days": 2}

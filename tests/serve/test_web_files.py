@@ -1,4 +1,4 @@
-"""The files of the chat page: what is served, and that third-party ones are those that vendor.toml lists."""
+"""The files of the chat page: which ones are served, and that third-party files are those listed in vendor.toml."""
 
 import asyncio
 import hashlib

@@ -1,4 +1,4 @@
-"""The engine's thread survives whatever is raised in it; those whom it concerns hear of it, and the others do not."""
+"""The engine's thread survives every exception in it. Affected clients are notified, and the others continue."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -18,11 +18,11 @@ PROMPT = (5, 17, 3)
 
 
 class Panic(BaseException):
-    """As the tokenizer's Rust code raises it: no Exception."""
+    """An exception like those of the tokenizer's Rust code, which do not derive from Exception."""
 
 
 class Client:
-    """Hears of one request."""
+    """Receives the messages about one request."""
 
     def __init__(self) -> None:
         self.told: list[EngineMessage] = []
@@ -43,7 +43,7 @@ class Client:
 
 
 def with_worker(engine: Engine, work: Callable[[Worker, list[str]], Awaitable[None]]) -> list[str]:
-    """Run `work` beside a worker; returns the lines of its log."""
+    """Run `work` with a worker, and return the lines of its log."""
     lines: list[str] = []
 
     async def run() -> None:
@@ -154,5 +154,5 @@ def test_a_device_beyond_repair_refuses_until_it_is_repaired(monkeypatch: pytest
         assert isinstance(told, Event) and tokens == plain(MODEL, list(PROMPT), 5)
         assert worker.failed is None
 
-    # That it failed, and that it cannot be started again: once each.
+    # It says once that it failed, and once that it cannot be restarted.
     assert len(with_worker(engine, work)) == 2

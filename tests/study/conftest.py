@@ -1,4 +1,4 @@
-"""Prepared data, for the few trials here that really train."""
+"""Prepared data for the few trials here that really train."""
 
 from tests.train.conftest import data
 

@@ -1,6 +1,6 @@
-"""What the tests put in the place of a training run: trials that end in every way a trial can end, without torch.
+"""Replacements for a training run in the tests: trials that end in every possible way, without torch.
 
-FAKE in the environment is a JSON object, from the name of a run directory (or "*") to what its trial does.
+FAKE in the environment is a JSON object that maps the name of a run directory (or "*") to what its trial does.
 """
 
 import errno
@@ -18,11 +18,13 @@ from deskside.utils.signals import StopSignal
 
 TARGET = "tests.study.fake_trials:act"
 ROOT = Path(__file__).parents[2]
-GONE = "gone.txt"  # a line for each step, so that a test sees whether a trial is still going on
+GONE = "gone.txt"  # one line per step, so that a test sees whether a trial is still running
 
 
 def environment(**acts: str) -> dict[str, str]:
-    """For `Device.environment`. Keywords are run names with - written as __, or `other` for all the rest."""
+    """Return the value for `Device.environment`. Keywords are run names with -
+    written as __, or `other` for all the rest.
+    """
     named = {name.replace("__", "-"): act for name, act in acts.items()}
     return {"FAKE": json.dumps(named), "PYTHONPATH": str(ROOT)}
 
@@ -81,7 +83,7 @@ def act(job: TrialJob) -> tuple[str, str]:
 
 
 def steps(run: Path, job: TrialJob) -> tuple[str, str]:
-    """A trial that takes long, saves when it is asked to stop, and goes on where it was."""
+    """Run a long trial, which saves when it is asked to stop, and resumes where it was."""
     saved = run / "checkpoints" / "step-000000001"
     with StopSignal() as stop:
         for _ in range(4 if job.resume else 6000):
@@ -96,7 +98,7 @@ def steps(run: Path, job: TrialJob) -> tuple[str, str]:
 
 
 def finish(run: Path, job: TrialJob) -> None:
-    """The files of a run of four steps."""
+    """Write the files of a run of four steps."""
     rows = [
         {"step": n, "tokens": 100 * n, "loss": 4.0 - n / 10, "val_bpb": None, "tokens_per_second": 50.0}
         for n in range(1, 5)

@@ -1,4 +1,4 @@
-"""A made-up study with known effects and known noise, for tests of what compares, reports and shows studies."""
+"""A synthetic study with known effects and known noise, for tests of comparisons, reports and the dashboard."""
 
 import math
 import random
@@ -9,7 +9,7 @@ SIZES = {"small": 25.0, "medium": 85.0}
 
 
 def trial(seed: int, metrics: dict[str, float], status: str = "finished", reason: str = "") -> Trial:
-    """A trial whose validation curve falls towards its val_bpb."""
+    """Return a trial whose validation curve falls towards its val_bpb."""
     if status != "finished":
         return Trial(seed, status, reason, run=f"runs/x-s{seed}", attempts=1)
     total, end = metrics["tokens"], metrics["val_bpb"]
@@ -26,10 +26,10 @@ def trial(seed: int, metrics: dict[str, float], status: str = "finished", reason
 
 
 def results(seeds: int = 3, noise: float = 0.004, gpu: bool = True) -> Results:
-    """Two sizes x GQA x FP4; GQA: 10 % faster, 0.5 % worse; FP4: 20 % slower (emulated), 1 % worse.
+    """Return a study of two sizes x GQA x FP4. GQA: 10 % faster, 0.5 % worse. FP4: 20 % slower (emulated), 1 % worse.
 
-    noise: standard deviation of the logarithm of each seed's loss, beside a seed effect that all arms share. One
-    trial is out of memory, one diverged.
+    noise: standard deviation of the logarithm of each seed's loss, in addition to a seed effect that all arms share.
+    One trial is out of memory, one diverged.
     """
     draw = random.Random(7)
     common = {seed: draw.gauss(0.0, 2 * noise) for seed in range(1, seeds + 1)}

@@ -1,4 +1,4 @@
-"""Small studies with the numbers that a test wants, for tests of the statistics."""
+"""Small studies with given numbers, for tests of the statistics."""
 
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -9,7 +9,7 @@ Numbers = Sequence[float | None]  # one per seed, from seed 1; None: that trial 
 
 
 def arm(name: str, numbers: Numbers, metric: str = "val_bpb", baseline: str = "base", **more: object) -> Arm:
-    """An arm with one metric."""
+    """Return an arm with one metric."""
     trials = [
         Trial(seed, "failed", "made to fail")
         if number is None
@@ -22,7 +22,7 @@ def arm(name: str, numbers: Numbers, metric: str = "val_bpb", baseline: str = "b
 def study(
     arms: Sequence[Arm], factors: Sequence[Factor] = (), within: Sequence[str] = (), **more: object
 ) -> Results:
-    """A study with one group."""
+    """Return a study with one group."""
     group = Group("main", "", "124m", "full", "100M tokens", list(factors), list(within))
     whole = {
         "name": "small", "question": "", "created": "", "updated": "", "seeds": [1], "memory_fraction": 0.85,
@@ -34,7 +34,7 @@ def study(
 def crossed(
     numbers: Mapping[tuple[str, ...], Numbers], names: Sequence[str], metric: str = "val_bpb"
 ) -> Results:
-    """Arms of a full design, whose first levels are "off": (level, level, ...) -> numbers."""
+    """Return arms of a full design, whose first levels are "off": (level, level, ...) -> numbers."""
     levels = [list(dict.fromkeys(key[place] for key in numbers)) for place in range(len(names))]
     factors = [Factor(name, name, found) for name, found in zip(names, levels, strict=True)]
     arms = []

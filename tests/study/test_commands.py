@@ -1,4 +1,4 @@
-"""`deskside study` as a person uses it, with trials that really train."""
+"""`deskside study` used like a person does, with trials that really train."""
 
 import json
 import os
@@ -61,12 +61,12 @@ def study(here: Path, data: Path) -> Path:
 
 @pytest.fixture
 def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plots take longer than such small trials; the first test below has them."""
+    """Disable plots, which take longer than such small trials. The first test below has them."""
     monkeypatch.setattr("deskside.report.write.write_report", lambda folder: folder / "report.html")
 
 
 def refused(argv: list[str], capsys: pytest.CaptureFixture[str], code: int = 2) -> str:
-    """The one line of a command that is refused and prints nothing else."""
+    """Return the one-line error of a command that is refused and prints nothing else."""
     assert main(["study", *argv]) == code
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.count("\n") == 1, shown
@@ -92,7 +92,7 @@ def test_from_the_definition_to_the_report(
         (trial,) = arm.trials
         run = folder / trial.run
         assert trial.metrics["steps"] == 12 and trial.metrics["val_bpb"] > 0
-        # An ordinary run, whose configuration is the arm's; what only a resume needs is gone.
+        # An ordinary run with the arm's configuration. What only a resume needs has been deleted.
         config = json.loads((run / "run.json").read_text())["config"]
         assert config["model"]["num_hidden_layers"] == {"one": 1, "two": 2}[arm.levels["depth"]]
         assert config["seed"] == 1 and (run / "tokenizer.json").exists()
@@ -101,7 +101,7 @@ def test_from_the_definition_to_the_report(
     more = next(arm for arm in results.arms if arm.id != arm.baseline)
     assert {c.metric for c in more.comparisons} >= {"val_bpb", "tokens_per_second", "parameters"}
 
-    # It is not begun again by accident; resuming it runs nothing.
+    # It is not restarted by accident, and resuming it runs nothing.
     line = refused(["tiny.toml"], capsys)
     assert line.startswith("studies/tiny: already holds a study")
     before = (folder / FILE).read_bytes()
@@ -116,7 +116,7 @@ def test_from_the_definition_to_the_report(
     assert (folder / FILE).read_bytes() == before
     capsys.readouterr()
 
-    # Another definition under the same name is not mixed with it.
+    # A different definition under the same name is not mixed with it.
     study.write_text(study.read_text().replace("hidden_size = 32", "hidden_size = 64"))
     line = refused(["tiny.toml", "--resume"], capsys)
     assert "arm depth_one has a different configuration" in line
@@ -131,7 +131,7 @@ def test_from_the_definition_to_the_report(
 def test_a_study_whose_trials_all_fail_says_why(
     study: Path, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An attention backend that is not there: a mistake that shows only when a trial begins."""
+    """Uses an attention backend that does not exist, a mistake that only shows when a trial begins."""
     argv = ["study", "tiny.toml", "--only", "depth=one", "--compute.attention", "flash4", "--out", "x"]
     assert main(argv) == 1
     shown = capsys.readouterr()
@@ -245,7 +245,7 @@ def test_a_trial_that_was_interrupted_goes_on_to_the_same_numbers(
 
 @pytest.mark.full
 def test_the_quick_matrix_killed_half_way_and_resumed(here: Path) -> None:
-    """What the issue asks for: 16 arms accounted for, the report complete, inside three minutes and a resume."""
+    """All 16 arms are accounted for, the report is complete, and it takes three minutes and a resume."""
     log, folder = here / "log", here / "studies" / "matrix16-quick"
     began = time.monotonic()
     process = command(["matrix16-quick"], here, log)

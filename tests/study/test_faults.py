@@ -1,4 +1,6 @@
-"""A study that is stopped, killed or out of disk: nothing trains on, nothing done is repeated, nothing is lost."""
+"""A study that is stopped, killed or out of disk space: nothing continues to
+train, and nothing is repeated or lost.
+"""
 
 import json
 import os
@@ -20,7 +22,7 @@ from deskside.utils.errors import RunError
 from tests.study import tiny_study
 from tests.study.fake_trials import GONE, ROOT
 
-# A study in a process of its own that can be stopped and killed.
+# A study in a separate process, which can be stopped and killed.
 DRIVER = """
 import sys
 from pathlib import Path
@@ -41,7 +43,7 @@ def folder(tmp_path: Path) -> StudyFolder:
 
 @pytest.fixture
 def drive(folder: StudyFolder) -> Iterator[Callable[..., "subprocess.Popen[str]"]]:
-    """Start a study; whatever is left of it is ended after the test."""
+    """Start studies, and end what is left of them after the test."""
     begun: list[subprocess.Popen[str]] = []
 
     def start(devices: int, act: str) -> "subprocess.Popen[str]":
@@ -70,7 +72,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
 
 
 def going(folder: StudyFolder) -> list[Path]:
-    """The trials that have done a step."""
+    """Return the trials that have done a step."""
     return sorted((folder.path / "runs").glob(f"*/{GONE}"))
 
 
@@ -80,7 +82,7 @@ def pids(folder: StudyFolder) -> list[int]:
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and that nobody has asked about yet does not."""
+    """Return True if a process is running and is not a zombie."""
     try:
         return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -103,8 +105,8 @@ def test_a_signal_saves_what_runs_and_stops(
     assert not any(alive(pid) for pid in pids(folder))
     assert statuses(folder) == ["pending"] * 4 and not files.read(folder.path).complete
     reasons = {one.reason for one in replay_file(folder.path / FILE).values()}
-    assert reasons == {"stopped by SIGTERM"}  # which is what the study sends its trials
-    # They go on from what they saved: the others begin.
+    assert reasons == {"stopped by SIGTERM"}  # this is what the study sends its trials
+    # These continue from what they saved; the others begin.
     runner = tiny_study.runner(folder, devices=2, other="steps", depth_two__tied_no__s1="finish")
     todo = runner.remaining()
     assert len(todo) == 4
@@ -122,7 +124,7 @@ def test_kill_9_of_the_study_ends_its_trials_and_a_resume_waits_for_them(
     wait_for(lambda: len(going(folder)) == 2)
     process.kill()
     process.wait()
-    # At once: the resume must not touch a run before the process that trains it has let go of it.
+    # The resume starts at once, and must not touch a run before its training process has released it.
     with folder.lock(lambda text: None):
         assert not any(alive(pid) for pid in pids(folder))
         runner = tiny_study.runner(folder, devices=2)
@@ -131,7 +133,7 @@ def test_kill_9_of_the_study_ends_its_trials_and_a_resume_waits_for_them(
     assert statuses(folder) == ["finished"] * 4
     attempts = sorted(one.attempts for one in replay_file(folder.path / FILE).values())
     assert attempts == [1, 1, 2, 2]
-    # The steps that a trial had saved are not repeated: those of its first process stand in the file still.
+    # The saved steps of a trial are not repeated: the file still has those of its first process.
     assert len(going(folder)) == 2
 
 
@@ -157,7 +159,7 @@ def test_a_second_ctrl_c_ends_everything_at_once(
 ) -> None:
     process = drive(2, "deaf")
     wait_for(lambda: len(list((folder.path / "runs").glob("*/run.json"))) == 2)
-    time.sleep(0.3)  # until they hear nothing any more
+    time.sleep(0.3)  # until they lose contact
     process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     assert process.poll() is None  # it waits for them
@@ -169,7 +171,7 @@ def test_a_second_ctrl_c_ends_everything_at_once(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB of its own."""
+    """A separate file system of 1 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     if shutil.which("mount") is None:
@@ -206,7 +208,7 @@ def test_a_trial_that_hangs_is_ended_and_the_study_goes_on(
     past = {arm: one for (arm, _), one in replay_file(folder.path / FILE).items()}
     assert past["depth_two-tied_no"].status == "failed"
     assert past["depth_two-tied_no"].reason == "no step for 0 minutes; the trial was killed"
-    # It had said that it was done, and only its process would not go.
+    # It had reported its end, and only its process kept running.
     assert past["depth_two-tied_yes"].status == "finished"
     assert sorted(statuses(folder)) == ["failed"] + 3 * ["finished"]
 

@@ -1,4 +1,4 @@
-"""What a trial will take, against arithmetic on the planner's own figures."""
+"""The forecast of a trial's time, compared with arithmetic on the planner's own figures."""
 
 import json
 import subprocess
@@ -39,7 +39,7 @@ def test_time_is_the_budget_and_what_lies_around_it() -> None:
 
 
 def test_tokens_are_divided_by_the_modelled_speed() -> None:
-    """The speed that `deskside plan` gives for this model on this card, in tokens and in time."""
+    """The speed is the one that `deskside plan` gives for this model on this GPU, in tokens and in time."""
     short, long = (forecast(arm("matrix16", BF16, Duration(n * 10**8, "tokens")), card()) for n in (1, 2))
     timed = forecast(arm("matrix16", BF16, Duration(1000, "seconds")), card())
     steps = forecast(arm("matrix16", BF16, Duration(1000, "steps")), card())
@@ -88,7 +88,9 @@ def test_where_nothing_was_measured_nothing_is_guessed() -> None:
 
 
 def test_evaluation_counts(tmp_path: Path) -> None:
-    """The whole validation split at the end, a part of it on the way, at a third of a step's time per token."""
+    """The whole validation split is evaluated at the end and a part of it during the
+    run, at a third of a step's time per token.
+    """
     (tmp_path / "index.json").write_text(json.dumps({"splits": {"val": {"tokens": 50_000_000}}}))
     plain = arm("matrix16", BF16)
     data = plain.config.data.model_copy(update={"path": str(tmp_path)})
@@ -96,7 +98,7 @@ def test_evaluation_counts(tmp_path: Path) -> None:
     without, found = forecast(plain, card()), forecast(prepared, card())
     assert found.tokens and found.seconds_total and without.seconds_total
     speed = found.tokens / 1800
-    # Without the data only the evaluations on the way are known, and one more for the end.
+    # Without the data, only the evaluations during the run are known, and one more at the end.
     assert found.seconds_total - without.seconds_total == pytest.approx((50_000_000 - 1_000_000) / speed / 3)
     (tmp_path / "index.json").write_text("{")
     assert forecast(prepared, card()) == without
@@ -113,7 +115,7 @@ def test_totals() -> None:
 
 
 def test_no_torch() -> None:
-    """A dry run answers at once: nothing that it needs imports torch."""
+    """A dry run answers at once, because nothing that it needs imports torch."""
     code = (
         "import sys\n"
         "from deskside.study import forecast\n"

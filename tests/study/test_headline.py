@@ -1,4 +1,4 @@
-"""The headline of a group: the best mean, and a verdict that is that of the comparison."""
+"""The headline of a group: the best mean, and the comparison's verdict."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ WHOLE = compare(made.results())
 
 
 def with_means(values: dict[str, list[float]], key: str = "val_bpb") -> Results:
-    """One group of arms with these values by seed; the first is the baseline."""
+    """Return one group of arms with these values by seed; the first is the baseline."""
     baseline = next(iter(values))
     arms = [
         Arm(
@@ -46,7 +46,7 @@ def test_the_best_has_the_best_mean_of_its_family(key: str) -> None:
 
 @pytest.mark.parametrize("last", [0.9, 1.0, 1.1])
 def test_terminal_report_and_dashboard_name_the_same_arm(last: float) -> None:
-    """Also where the means are equal: then it is the first arm of the study."""
+    """Where the means are equal, it is the first arm of the study."""
     results, group, metric = one({"a": [1.0, 1.0, 1.0], "b": [1.0, 1.0, 1.0], "c": [last] * 3})
     best = "c" if last < 1 else "a"
     (found,) = headlines(results, group, metric)

@@ -1,4 +1,4 @@
-"""What goes on now, what does not, and what only says so."""
+"""Which studies and runs are active, which are not, and which only claim to be."""
 
 import os
 import shutil
@@ -42,7 +42,7 @@ def test_a_run_without_a_lock_is_live_while_it_writes_and_has_no_summary(tmp_pat
 
 
 def said_to_run() -> Results:
-    """A study in which the second trial of the first arm is said to run, in runs/t."""
+    """Return a study in which the second trial of the first arm is recorded as running, in runs/t."""
     whole = made.results()
     first = whole.arms[0]
     trials = [first.trials[0], Trial(2, "running", run="runs/t"), *first.trials[2:]]
@@ -58,7 +58,8 @@ def test_a_trial_runs_only_while_it_shows_life(tmp_path: Path) -> None:
     assert [trial.status for trial in now.arms[0].trials] == ["finished", "interrupted", "finished"]
     assert now.arms[1:] == whole.arms[1:]
     os.utime(tmp_path / "runs/t/metrics.jsonl")
-    assert liveness.mark_interrupted(whole, tmp_path) == whole  # it writes, maybe on another machine
+    # it is being written, possibly on another machine
+    assert liveness.mark_interrupted(whole, tmp_path) == whole
 
 
 def test_a_copy_of_a_running_study_does_not_run(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The studies that ship: every one expands, and has the arms that it says."""
+"""The studies that ship: every one expands, and has the stated arms."""
 
 import itertools
 from pathlib import Path
@@ -32,7 +32,7 @@ def test_every_preset_expands(name: str) -> None:
     by_id = {arm.id: arm for arm in found.arms}
     for arm in found.arms:
         assert by_id[arm.baseline].baseline == arm.baseline
-        assert arm.config.seed == RunConfig().seed  # the trial's seed is set by who runs it
+        assert arm.config.seed == RunConfig().seed  # the runner sets the trial's seed
         assert RunConfig.model_validate(arm.config.model_dump(mode="json")) == arm.config
         assert Path(arm.id).name == arm.id
         assert len(f"{arm.id}-s100") < 100
@@ -56,7 +56,7 @@ def test_quick_presets_ask_the_same_of_something_small(name: str) -> None:
 
 
 def test_matrix16_against_a_matrix_by_hand() -> None:
-    """Four sizes of the seed document x {MHA, GQA 4:1} x {BF16, NVFP4}, 30 minutes each, 85 % of the memory."""
+    """Four sizes from the seed document x {MHA, GQA 4:1} x {BF16, NVFP4}, 30 minutes each, 85 % of the memory."""
     sizes = {
         "small": (512, 8, 8, 2048),
         "medium": (768, 12, 12, 3072),
@@ -161,7 +161,7 @@ def test_precision_compares_every_recipe(name: str) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("name", QUICK)
 def test_every_quick_arm_trains_here(name: str, tmp_path: Path) -> None:
-    """Two steps of each: no arm is refused by what it needs."""
+    """Two steps of each arm: none is refused because of its requirements."""
     from deskside.study.spec.parse_spec import budget_from_options, with_overrides
     from deskside.train import training_run
 

@@ -1,4 +1,4 @@
-"""results.json: what is written comes back, and what is damaged is one line that names the place."""
+"""results.json: written values are read back, and damage is reported in one line that names the place."""
 
 import json
 from pathlib import Path

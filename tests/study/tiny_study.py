@@ -54,13 +54,13 @@ def plan(seeds: int = 1) -> StudyPlan:
 
 
 def begin(folder: Path, seeds: int = 1) -> StudyFolder:
-    """A study that has begun, with no trial run."""
+    """Return a study that has begun, with no trial run."""
     made = StudyFolder(folder)
     made.create(plan(seeds), TEXT.format(seeds=seeds))
     return made
 
 
 def runner(folder: StudyFolder, devices: int = 1, lock: int | None = None, **acts: str) -> Runner:
-    """A runner of made-up trials; see `fake_trials.environment`."""
+    """Return a runner of fake trials; see `fake_trials.environment`."""
     places = [Device(f"cpu:{n}", fake_trials.environment(**acts)) for n in range(devices)]
     return Runner(folder, folder.read(), LocalExecutor(places), lock=lock, target=fake_trials.TARGET)

@@ -1,4 +1,4 @@
-"""Verdicts on synthetic studies with known effects, and arithmetic done again by hand."""
+"""Verdicts on synthetic studies with known effects, and independent arithmetic."""
 
 import math
 import random
@@ -59,7 +59,9 @@ def study(
     baseline: str = "a",
     **arm: Any,
 ) -> Results:
-    """Arms a, and others that have exp(effect) times its quantity, with noise beside what a seed does to all."""
+    """Return a study with arm a and others that have exp(effect) times its
+    quantity, with noise and an effect of each seed.
+    """
     draw = random.Random(3)
     shared = [draw.gauss(0, 0.05) for _ in range(seeds)]
     arms = []
@@ -94,13 +96,13 @@ def judged(results: Results, one: Claim) -> ClaimResult:
     ("effect", "claimed", "verdict"),
     [
         (0.10, {}, "holds"),
-        (0.06, {}, "holds"),  # half of it and a little more: within the tolerance
+        (0.06, {}, "holds"),  # slightly more than half of it: within the tolerance
         (0.02, {}, "holds in direction"),
         (0.50, {}, "holds in direction"),
-        (0.02, {"size": (1.0, 1.0)}, "contradicted"),  # shown, and a thirtieth of what was claimed
+        (0.02, {"size": (1.0, 1.0)}, "contradicted"),  # significant, but a thirtieth of what was claimed
         (0.003, {"size": None}, "holds"),
         (-0.10, {}, "contradicted"),
-        (0.0, {}, "contradicted"),  # an effect of half the claimed size would have been seen
+        (0.0, {}, "contradicted"),  # an effect of half the claimed size would have been detected
         (0.0, {"size": None}, "not shown"),
         (0.05, {"size": None}, "holds"),
         (-0.05, {"size": None}, "contradicted"),
@@ -134,7 +136,7 @@ def test_no_effect_where_a_large_one_is_claimed_contradicts_it() -> None:
 
 @pytest.mark.parametrize("show", ["percent", "times"])
 def test_the_measured_change_is_the_comparisons(show: Any) -> None:
-    """The same numbers as compare.py gives the report, in the claim's unit."""
+    """They are the numbers that compare.py gives the report, in the claim's unit."""
     results = compare(study({"b": 0.1}))
     [there] = [c for c in results.arms[1].comparisons if c.metric == "tokens_per_second"]
     found = judged(results, claim(show=show))
@@ -165,7 +167,7 @@ def test_either_side_may_be_the_studys_baseline_or_neither() -> None:
 def test_verdicts_follow_the_interval_and_mirror(
     size: float, tolerance: float, share: float, width: float
 ) -> None:
-    """A gain judged against b, and the same numbers judged as a loss against a, are one verdict."""
+    """A gain judged against b, and the same numbers judged as a loss against a, get the same verdict."""
     effect = math.log1p(size)
     change = Change(share * effect, (share - width) * effect, (share + width) * effect, 3)
     up = claim(size=(size, size), tolerance=tolerance)
@@ -182,7 +184,7 @@ def test_verdicts_follow_the_interval_and_mirror(
     if near > 1e-9:
         assert verdict_of_change(down, mirrored) == verdict
     if change.low <= 0 <= change.high:
-        # The tolerance is a share of the claimed effect, so this is what is accepted, in other words.
+        # The tolerance is a share of the claimed effect, so this is the accepted range in other words.
         if not (near > 1e-9):
             return
         assert verdict == ("not shown" if share + width > 1 - tolerance else "contradicted")
@@ -340,7 +342,7 @@ def test_claims_are_chosen_by_name_and_pattern() -> None:
 
 
 def test_a_model_never_decides_a_claim() -> None:
-    """Its range is wide, so what lies in it is not shown by that."""
+    """The model's range is wide, so a value within it is not shown by it."""
     found = judge(planned("claims")).claims
     modelled = [one for one in found if one.basis == "modelled"]
     assert len(modelled) > 20
@@ -349,7 +351,9 @@ def test_a_model_never_decides_a_claim() -> None:
 
 
 def test_a_decision_must_stand_among_all_measured_claims() -> None:
-    """One real effect that is just significant alone, among many of none: scipy's adjustment says what stands."""
+    """One real effect is just significant alone, among many without effect. scipy's
+    adjustment decides what remains significant.
+    """
     results = study({"b": 0.004, "c": 0.3, **{f"n{i}": 0.0 for i in range(18)}}, noise=0.005)
     known = [
         claim(id=name, arm={"kind": name}, size=None) for name in ("b", "c", *(f"n{i}" for i in range(18)))
@@ -370,7 +374,7 @@ def test_a_decision_must_stand_among_all_measured_claims() -> None:
 @pytest.mark.parametrize("effect", [-0.1, 0.0, 0.02, 0.05, 0.1, 0.3])
 @pytest.mark.parametrize("size", [None, (0.1, 0.1)])
 def test_p_is_of_the_hypothesis_that_the_verdict_rejects(effect: float, size: Any) -> None:
-    """By scipy's test of one sample: against no effect, or against the nearest effect that the claim accepts."""
+    """scipy's one-sample test: against no effect, or against the nearest effect that the claim accepts."""
     one = claim(size=size)
     results = study({"b": effect}, noise=0.01)
     found = judged(results, one)
@@ -416,7 +420,7 @@ def test_judging_again_changes_nothing() -> None:
 
 
 def planned(name: str) -> Results:
-    """The study as it stands before its first trial."""
+    """Return the study before its first trial."""
     expansion = expand(parse_spec.load(name))
     arms = [Arm(arm.id, arm.label, arm.group, arm.levels, arm.baseline) for arm in expansion.arms]
     return Results(name, "", "", "", [1], 0.85, H200, expansion.groups, arms)
@@ -435,7 +439,7 @@ def test_every_measured_claim_has_its_two_arms_in_the_study() -> None:
                 assert asked.items() <= got.levels.items(), one.id
             assert one.quantity in BY_KEY
             used |= {arm.id, against.id}
-    assert used == {arm.id for arm in results.arms}  # no arm is run for nothing
+    assert used == {arm.id for arm in results.arms}  # no arm is run in vain
 
 
 def test_arms_of_a_claim_differ_in_what_it_names_alone() -> None:
@@ -474,11 +478,11 @@ def test_the_two_mlps_have_as_many_parameters() -> None:
     assert (gated.gated_mlp, plain.gated_mlp) == (True, False)
 
 
-# Arithmetic, by hand
+# Arithmetic by hand
 
 
 def test_every_claim_has_a_result_whatever_was_run() -> None:
-    """A study that was run with --only, or not at all, leaves no claim out."""
+    """A study that was run with --only, or not at all, omits no claim."""
     for arms in ([], planned("claims").arms):
         found = {c.id: c for c in judge(replace(planned("claims"), arms=arms)).claims}
         assert list(found) == [one.id for one in claims()]
@@ -496,7 +500,7 @@ def test_every_claim_has_a_result_whatever_was_run() -> None:
 @pytest.mark.parametrize(
     ("name", "value", "verdict"),
     [
-        # keys and values: one head of four stays, one of eight, one of twelve
+        # keys and values: one head of four remains, one of eight, one of twelve
         ("gqa4-cache", 100 * (1 / 4 - 1), "holds"),
         ("gqa8-cache", 100 * (1 / 8 - 1), "holds"),
         ("mqa-cache", 100 * (1 / 12 - 1), "holds"),
@@ -542,8 +546,9 @@ def test_numbers_have_no_exponent_around_a_thousand() -> None:
 
 
 def test_one_second_per_step_by_hand() -> None:
-    """24 layers: q and o of 16 heads, k and v of 4, two of eight experts of three matrices, a router; the head; half of
-    16,384 tokens in attention. 512K tokens at 1,676 TFLOP/s."""
+    """24 layers: q and o of 16 heads, k and v of 4, two of eight experts of three matrices, a router; the head; half
+    of 16,384 tokens in attention. 512K tokens at 1,676 TFLOP/s.
+    """
     layer = 2 * 2048 * 2048 + 2 * 2048 * 512 + 2 * 3 * 2048 * 2048 + 8 * 2048
     per_token = 6 * (24 * layer + 50304 * 2048) + 12 * 24 * 2048 * 16384 / 2
     [found] = judge(planned("claims-quick"), ["moe-step"]).claims

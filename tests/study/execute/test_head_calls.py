@@ -1,4 +1,4 @@
-"""The calls that a dead head of a Ray cluster leaves without an answer, without Ray."""
+"""Calls that a dead head of a Ray cluster leaves unanswered, tested without Ray."""
 
 import threading
 import time
@@ -23,7 +23,7 @@ def test_answers_come_in_the_order_of_the_calls() -> None:
 
 
 def test_slow_answers_are_not_a_dead_head() -> None:
-    """Each may take as long as the limit, and the time between calls does not count."""
+    """Each call may take as long as the limit, and the time between calls does not count."""
     head = HeadCalls("host:6379", LIMIT)
     waiting = [head.begin(lambda: time.sleep(LIMIT / 3)) for _ in range(6)]
     while not all(future.done() for future in waiting):
@@ -35,7 +35,7 @@ def test_slow_answers_are_not_a_dead_head() -> None:
 
 
 def test_a_call_without_answer_ends_the_study() -> None:
-    """Whoever waits is told, and so is whoever asks later, also if the head answers at last."""
+    """Waiting callers get the error, and so do later ones, even if the head answers at last."""
     head, answer = HeadCalls("host:6379", LIMIT), threading.Event()
     silent = head.begin(answer.wait)
     head.check()

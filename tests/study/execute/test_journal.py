@@ -1,4 +1,4 @@
-"""The journal: what it says of each trial, however it was cut off."""
+"""The journal: what it records of each trial, however it was cut off."""
 
 import json
 from itertools import pairwise
@@ -54,14 +54,14 @@ def test_a_journal_cut_anywhere_tells_of_the_whole_lines(
     expected = tmp_path_factory.mktemp("expected")
     times = [json.loads(line)["time"] for line in content.splitlines()]
     assert strip(reopened.histories) == strip(write(expected, events[:whole]).histories)
-    # What is appended now is a line of its own.
+    # The next entry is appended on a separate line.
     reopened.ended("new", 1, "failed", "", 1.0)
     assert replay_file(path)["new", 1].status == "failed"
     assert len(path.read_bytes().splitlines()) == whole + 1 <= len(times) + 1
 
 
 def strip(past: dict[Any, TrialHistory]) -> dict[Any, tuple[Any, ...]]:
-    """Without the times, which differ."""
+    """Return the journal without the times, which differ."""
     return {key: (p.status, p.reason, p.attempts, p.seconds, p.device) for key, p in past.items()}
 
 
@@ -77,7 +77,7 @@ def test_counts_and_states(tmp_path_factory: pytest.TempPathFactory, events: lis
         since = own[begun:]
         ends = [event[4] for event in since if event[2] == "ended"]
         unseen = any(a[2] == "started" and b[2] == "started" and b[3] for a, b in pairwise(since))
-        # A trial whose first start is called a resume began before this journal: the same as from zero.
+        # If a trial's first start is a resume, the trial began before this journal. It counts as a start from zero.
         known = not unseen and None not in ends
         assert (one.seconds is not None) == known
         if known:

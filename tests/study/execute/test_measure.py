@@ -1,4 +1,6 @@
-"""What is measured of a trial: against a run's own files, by hand, and against a model under a recipe."""
+"""Measurements of a trial, compared with the run's own files, with arithmetic
+by hand, and with a model under a recipe.
+"""
 
 import json
 import math
@@ -20,7 +22,7 @@ from deskside.study.execute.measure import CURVE_POINTS, Measured, measure, quan
 from deskside.study.stats.metrics import BY_KEY
 from tests.train import tiny_run
 
-ELSEWHERE = {"val_bpb_equal_tokens", "total_seconds"}  # of the comparison, and of the journal
+ELSEWHERE = {"val_bpb_equal_tokens", "total_seconds"}  # of the comparison and of the journal
 GPU_ONLY = {"peak_reserved_gib", "watts", "joules_per_token"}
 
 
@@ -48,7 +50,7 @@ def test_a_real_run_has_every_number_that_a_cpu_can_measure(run: tuple[Path, Run
         assert found.metrics[key] == summary[key]
     assert found.metrics["perplexity"] == pytest.approx(2 ** (summary["val_loss"] / math.log(2)))
     assert found.metrics["train_loss"] == pytest.approx((rows[-1]["loss"] + rows[-2]["loss"]) / 2)
-    # Training alone: what the steps took, without set-up, evaluation and checkpoints, which the wall clock counts.
+    # Only training: the time of the steps, without set-up, evaluation and checkpoints, which the wall clock includes.
     assert found.metrics["seconds"] == pytest.approx(summary["tokens"] / summary["tokens_per_second"])
     assert found.metrics["seconds"] < summary["seconds"]
     assert found.metrics["micro_tokens"] == tiny_run.plan(path)["fit"][0]["micro_rows"] * 32
@@ -77,7 +79,7 @@ def rows_of(
             "val_bpb": None,
             "tokens_per_second": speed,
             "watts": watts,
-            "seconds": 1e6 + n,  # the wall clock, which is not to be used
+            "seconds": 1e6 + n,  # the wall clock, which must not be used
         }
         for n in range(1, steps + 1)
     ]
@@ -87,7 +89,7 @@ CONFIG = merge.build(presets.layers("124m"))
 
 
 def test_power_is_weighted_by_time_once_it_has_settled(tmp_path: Path) -> None:
-    """2 s a step; 200 s in all, so the first 10 s count for nothing."""
+    """A step takes 2 s, and the run 200 s, so the first 10 s are ignored."""
     rows = rows_of(100)
     for row in rows:
         row["watts"] = 50.0 if row["step"] <= 5 else 300.0
@@ -108,7 +110,7 @@ def test_a_short_run_settles_in_a_fifth_of_its_time(tmp_path: Path) -> None:
 
 
 def test_speed_of_a_run_that_was_resumed_at_its_end(tmp_path: Path) -> None:
-    """Its last process took no step, so it had no speed to write down."""
+    """Its last process took no step, so it recorded no speed."""
     summary = {"tokens_per_second": None, "tokens": 10_000, "val_loss": 3.0}
     assert measure(write(tmp_path, rows_of(10), summary), CONFIG).metrics[
         "tokens_per_second"
@@ -177,19 +179,20 @@ def test_a_thinned_curve_keeps_what_matters(
 def test_the_end_stands_on_the_curve_only_where_all_its_points_are_of_one_text(tmp_path: Path) -> None:
     rows = rows_of(10)
     rows[4]["val_bpb"] = 2.0
-    summary = {"val_bpb": 1.0, "val_tokens": 5_000_000}  # evaluations on the way take 1,000,000 tokens of it
+    # evaluations during the run take 1,000,000 tokens of it
+    summary = {"val_bpb": 1.0, "val_tokens": 5_000_000}
     curve = measure(write(tmp_path, rows, summary), CONFIG).curve
     assert [point["val_bpb"] for point in curve if point["val_bpb"] is not None] == [2.0]
 
 
-# Quantised parameters, against the layers that a recipe is applied to
+# Quantized parameters, compared with the layers that a recipe is applied to
 
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
 
 
 def config_with(recipe: str, **parts: dict[str, Any]) -> RunConfig:
-    """A model whose sizes every recipe takes."""
+    """Return a model whose sizes every recipe accepts."""
     shape = {
         "vocab_size": 256,
         "num_hidden_layers": 8,
@@ -211,7 +214,7 @@ def config_with(recipe: str, **parts: dict[str, Any]) -> RunConfig:
 
 
 def counted(config: RunConfig) -> int:
-    """Weights of the linear layers that have a quantised plan."""
+    """Return the number of weights of the linear layers that have a quantized plan."""
     with torch.device("meta"):
         model = Transformer(config.model)
     model.to_empty(device="cpu")

@@ -1,4 +1,4 @@
-"""Trials on a Ray cluster of two nodes on this machine: the same results as without it, also if a node is killed.
+"""Trials on a Ray cluster of two nodes on this machine: the same results as without it, even if a node is killed.
 
 If the head is killed, the study ends with one line, and a new cluster continues it.
 """
@@ -35,7 +35,7 @@ from tests.study.fake_trials import ROOT
 from tests.study.ray_cluster import NODE, checkpoints, events, new_cluster, wait_for
 from tests.study.test_commands import STUDY
 
-STEPS = 400  # enough that a node can be killed before its trial ends
+STEPS = 400  # enough steps that a node can be killed before its trial ends
 COMPARED = ("val_bpb", "val_loss", "steps", "tokens", "parameters")
 pytestmark = pytest.mark.timeout(900)
 
@@ -45,7 +45,7 @@ def test_what_cannot_be_is_one_line(
     argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "")
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where Ray looks for a cluster of this machine
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))  # where Ray looks for a cluster on this machine
     monkeypatch.chdir(tmp_path)
     assert main(["study", "matrix16-quick", "--executor", "ray", *argv]) == 2
     shown = capsys.readouterr()
@@ -53,7 +53,7 @@ def test_what_cannot_be_is_one_line(
 
 
 def node(name: str, number: int, gpus: float, cpus: float = 16.0, alive: bool = True) -> dict[str, Any]:
-    """A node as ray.nodes() describes it."""
+    """Return a node as described by ray.nodes()."""
     resources = {"CPU": cpus, "memory": 1e10} | ({"GPU": gpus} if gpus else {})
     return {
         "NodeID": f"{number:06x}".ljust(56, "0"), "NodeManagerHostname": name, "Alive": alive, "Resources": resources
@@ -61,7 +61,7 @@ def node(name: str, number: int, gpus: float, cpus: float = 16.0, alive: bool = 
 
 
 def test_each_gpu_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cores of a node are divided among its GPUs; nodes that are dead or have no GPU get no trial."""
+    """The cores of a node are divided among its GPUs. Dead nodes and nodes without a GPU get no trial."""
     ray = pytest.importorskip("ray")
     nodes = [node("head", 0, 0), node("a", 1, 2), node("b", 2, 1, 6), node("gone", 3, 4, alive=False)]
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
@@ -99,7 +99,7 @@ def test_every_executor_leaves_a_dead_head(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_supervisor_of_a_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs the process of a trial, which holds the lock; other versions and missing folders are named."""
+    """It runs a trial's process, which holds the lock. Other versions and missing folders are named."""
     monkeypatch.chdir(tmp_path)
     run = Path("runs/a-s1")
     job = asdict(TrialJob(fake_trials.TARGET, str(run), {"seed": 1}, "", False, 0.8))
@@ -135,7 +135,7 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def local(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The study as this machine alone runs it."""
+    """The study as run by this machine alone."""
     return run_study(tmp_path_factory.mktemp("local"), data, "local")
 
 
@@ -158,7 +158,7 @@ def begin(folder: Path, data: Path, *argv: str) -> "subprocess.Popen[bytes]":
 
 
 def measured(study: Path) -> dict[str, dict[str, float]]:
-    """Return what must not depend on where a trial ran, by trial."""
+    """Return, by trial, the measurements that must not depend on where it ran."""
     assert files.read(study).complete
     return measured_so_far(study)
 
@@ -173,7 +173,7 @@ def measured_so_far(study: Path) -> dict[str, dict[str, float]]:
 
 
 def test_this_machine_waits_for_a_process_on_another(tmp_path: Path) -> None:
-    """A study that ran on a cluster may be resumed without it, while a lost process still saves."""
+    """A study that ran on a cluster may be resumed without it while a lost process still saves."""
     run = tmp_path / "runs" / "a-s1"
     executor = LocalExecutor([])
     executor.wait_until_idle(run)
@@ -187,7 +187,7 @@ def test_this_machine_waits_for_a_process_on_another(tmp_path: Path) -> None:
 
 
 class GoneNode:
-    """Ray's client for an actor on a node that vanished before it had started it."""
+    """Ray's client for an actor on a node that vanished before the actor started."""
 
     def __getattr__(self, name: str) -> Any:
         return self
@@ -199,7 +199,7 @@ class GoneNode:
 def test_a_node_that_vanishes_before_the_start_is_a_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A trial that waits for a GPU is not hung; it is lost, not failed, if its node dies meanwhile."""
+    """A trial that waits for a GPU is not hung. If its node dies meanwhile, it is lost, not failed."""
     ray = pytest.importorskip("ray")
     state: dict[str, list[Any]] = {"ready": []}
 
@@ -227,7 +227,7 @@ def test_a_node_that_vanishes_before_the_start_is_a_loss(
 def test_nothing_is_asked_of_ray_once_the_head_is_dead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A trial whose process may still run is stopped, not lost; one that has ended is what it recorded itself."""
+    """A trial whose process may still run is stopped, not lost. A trial that has ended is what it recorded itself."""
     ray = pytest.importorskip("ray")
     monkeypatch.setattr(ray, "remote", lambda _: GoneNode())
     head, run = HeadCalls("head:6379"), tmp_path / "runs" / "a-s1"
@@ -249,7 +249,7 @@ def test_nothing_is_asked_of_ray_once_the_head_is_dead(
 
 @pytest.mark.full
 def test_a_killed_node_costs_nothing_but_time(cluster: Any, data: Path, local: Path, tmp_path: Path) -> None:
-    """Both nodes have a trial; one node is killed, and its trial goes on from its checkpoint on the other."""
+    """Both nodes have a trial. One node is killed, and its trial continues from its checkpoint on the other."""
     second = cluster.add_node(**NODE)
     study = tmp_path / "studies" / "tiny"
     process = begin(tmp_path, data, "--executor", "ray")
@@ -262,7 +262,7 @@ def test_a_killed_node_costs_nothing_but_time(cluster: Any, data: Path, local: P
     cluster.remove_node(second, allow_graceful=False)
     code, told = process.wait(), (tmp_path / "err.txt").read_text()
     assert code == 0, told
-    assert "(raylet)" not in told and "[state-dump]" not in told  # Ray's words on the dead node
+    assert "(raylet)" not in told and "[state-dump]" not in told  # Ray's message about the dead node
     started = events(study, "started")
     assert len({event["device"] for event in started}) == 2
     again = [event for event in started if event["arm"] == victim["arm"]]
@@ -275,7 +275,7 @@ def test_a_killed_node_costs_nothing_but_time(cluster: Any, data: Path, local: P
 
 @pytest.mark.full
 def test_a_killed_study_is_resumed(cluster: Any, data: Path, local: Path, tmp_path: Path) -> None:
-    """The driver is killed in mid-trial: its trials save and end by themselves, and --resume continues them."""
+    """The driver is killed during trials. They save and end by themselves, and --resume continues them."""
     study = tmp_path / "studies" / "tiny"
     process = begin(tmp_path, data, "--executor", "ray")
     wait_for(lambda: (begun := events(study, "started")) and checkpoints(study, begun[0]))
@@ -306,7 +306,9 @@ def test_a_stopped_study_saves(cluster: Any, data: Path, tmp_path: Path) -> None
 @pytest.mark.full
 @pytest.mark.parametrize("killed", ["server", "all"])
 def test_a_dead_head_ends_the_study_with_one_line(killed: str, data: Path, tmp_path: Path) -> None:
-    """The second of four trials runs when the head's server, or the whole head, dies. A new head finishes the study."""
+    """The second of four trials is running when the head's server, or the whole
+    head, dies. A new head finishes the study.
+    """
     study, err = tmp_path / "studies" / "tiny", tmp_path / "err.txt"
     options = "--executor", "ray", "--seeds", "2", "--steps-per-arm", "160"
     with new_cluster() as first:

@@ -1,4 +1,6 @@
-"""The runner, with made-up trials: every way to end is a status, nothing done is repeated, the disk does not fill."""
+"""The runner with fake trials: every way to end is a status, nothing finished
+is repeated, the disk does not fill up.
+"""
 
 import json
 import threading
@@ -68,7 +70,7 @@ def test_every_ending_is_a_status_and_the_study_goes_on(
         assert found[name].attempts == 1 and found[name].run == f"runs/{name}"
         assert found[name].metrics["total_seconds"] > 0
         assert found[name].metrics.keys() <= BY_KEY.keys()
-    # What garbage measured is not there, and not zero.
+    # Invalid measurements are missing, not zero.
     garbage = found[next(name for name, what in acts.items() if what == "garbage")]
     assert not {"val_bpb", "tokens_per_second", "mfu", "watts"} & garbage.metrics.keys()
     finished = found[next(name for name, what in acts.items() if what == "finish")]
@@ -80,7 +82,7 @@ def test_every_ending_is_a_status_and_the_study_goes_on(
     assert told.count(": starts on cpu") == len(names) and "[12/12 done]" in told
     assert "\x1b" not in told  # a trial's own output goes to its log
     assert "red" in (folder.run(ARMS[0], 1) / "output.log").read_text()
-    # Blocks by seed, in the order that study.json tells, each trial with its own seed.
+    # Blocks by seed, in the order of study.json, each trial with its own seed.
     order = started(folder)
     assert order == names and [name[-1] for name in order] == ["1"] * 4 + ["2"] * 4 + ["3"] * 4
     for name in order:
@@ -88,7 +90,7 @@ def test_every_ending_is_a_status_and_the_study_goes_on(
         assert config["seed"] == int(name[-1])
         if acts[name] == "finish":
             assert found[name].metrics["val_bpb"] == pytest.approx(1.5 + int(name[-1]) / 100)
-    # Only what is needed stays on the disk.
+    # Only needed files stay on the disk.
     for name in names:
         run = folder.path / "runs" / name
         assert not (run / "checkpoints").exists() and not (run / "model").exists()
@@ -102,7 +104,7 @@ def test_every_ending_is_a_status_and_the_study_goes_on(
     for name, row in rows.items():
         assert row["status"] == found[name].status and row["val_bpb"] == found[name].metrics.get("val_bpb")
         assert row["watts"] is None and f"depth_{row['level_depth']}-tied_{row['level_tied']}" == row["arm"]
-    # Everything is done: nothing is left to run, and a new process comes to the same results.
+    # Everything is finished: nothing is left to run, and a new process gets the same results.
     again = tiny_study.runner(folder)
     assert again.remaining() == []
     assert trials(again.write_results()) == found
@@ -146,7 +148,7 @@ def test_a_full_disk_ends_the_study_which_can_be_resumed(folder: StudyFolder) ->
 
 
 def test_what_the_study_did_not_see_end_is_told_by_the_directories(folder: StudyFolder) -> None:
-    """As after kill -9 of the study: one trial finished unseen, one failed unseen, one was in the middle."""
+    """Simulates kill -9 of the study: one trial finished unnoticed, one failed unnoticed, and one was running."""
     journal = StudyJournal(folder.path)
     for number, arm in enumerate(ARMS[:3]):
         run = folder.run(arm, 1)
@@ -161,7 +163,7 @@ def test_what_the_study_did_not_see_end_is_told_by_the_directories(folder: Study
     runner.run(runner.remaining())
     found = trials(files.read(folder.path))
     assert found[f"{ARMS[0]}-s1"].metrics["val_bpb"] == 1.25
-    assert "total_seconds" not in found[f"{ARMS[0]}-s1"].metrics  # nobody saw it end
+    assert "total_seconds" not in found[f"{ARMS[0]}-s1"].metrics  # no process saw it end
     assert (found[f"{ARMS[1]}-s1"].status, found[f"{ARMS[1]}-s1"].reason) == ("oom", "too large")
     assert found[f"{ARMS[2]}-s1"].status == "finished" and found[f"{ARMS[2]}-s1"].attempts == 2
 
@@ -319,7 +321,7 @@ def test_the_bar_reads_the_newest_whole_line(tmp_path: Path) -> None:
 def test_a_trial_that_hears_nothing_is_ended_at_last(
     folder: StudyFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the study fails itself, what runs is asked to stop, and is ended if it does not."""
+    """If the study itself fails, running trials are asked to stop, and are killed if they do not."""
     monkeypatch.setattr("deskside.study.execute.runner.STOP_TIMEOUT", 0.5)
     runner = tiny_study.runner(folder, other="deaf")
     monkeypatch.setattr(runner.display, "update", lambda: 1 / 0 if running_long(folder) else None)
@@ -335,7 +337,7 @@ def running_long(folder: StudyFolder) -> bool:
 
 
 class LosingExecutor(LocalExecutor):
-    """Loses the first trials that it starts, as a cluster whose nodes die."""
+    """Loses the first trials that it starts, like a cluster whose nodes die."""
 
     def __init__(self, losses: int):
         super().__init__([Device("cpu:0", fake_trials.environment())])

@@ -1,4 +1,4 @@
-"""The plan before a study starts: every arm and what it changes, at 80 columns, and as JSON."""
+"""The plan shown before a study starts: every arm and its changes, at 80 columns, and as JSON."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Sentences: the right words, their intervals, and nothing that the comparison does not say."""
+"""Sentences: the right words with their intervals, and nothing that the comparison does not show."""
 
 import dataclasses
 import re
@@ -88,7 +88,7 @@ def test_what_is_not_shown_is_never_said_to_be_so(size: float, half: float, n: i
     verdict = "higher" if low > 0 else "lower" if high < 0 else "no difference shown"
     said = say(metric=metric, n=n, verdict=verdict, **turned(size, low, high))  # type: ignore[arg-type]
     assert ("no difference shown" in said) == (verdict == "no difference shown") and f"{n} seeds" in said
-    # A number with its sign only where the direction is not in the words.
+    # A number has a sign only where the words do not give the direction.
     assert bool(re.search(r"\([-+\d]", said)) and (verdict == "no difference shown" or "-" not in said)
 
 
@@ -180,7 +180,7 @@ def test_many_arms_of_one_seed_are_not_said_to_be_shown() -> None:
 
 
 def replace_seeds(one: Arm) -> Arm:
-    """The same arm with four seeds that hardly differ."""
+    """Return the arm with four seeds that hardly differ."""
     first = one.trials[0].metrics["val_bpb"]
     return arm(one.id, [first, first * 1.0001, first * 1.0002, first * 0.9999])
 

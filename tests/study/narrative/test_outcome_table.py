@@ -1,4 +1,4 @@
-"""The answer that a study ends with in the terminal."""
+"""The table that a study prints at its end."""
 
 import io
 from pathlib import Path

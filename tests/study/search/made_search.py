@@ -1,4 +1,4 @@
-"""A search with made-up trials, whose loss is known: they run inside this process and take no time."""
+"""A search with fake trials whose loss is known: they run inside this process and take no time."""
 
 import json
 import math
@@ -27,13 +27,13 @@ STARTS = "starts.txt"  # a line for every start of a trial, with its configurati
 
 
 def loss(config: dict[str, Any], share: float = 1.0) -> float:
-    """The loss after a share of the time: lowest at BEST_LR, with a little noise from the seed."""
+    """Return the loss after a share of the time: lowest at BEST_LR, with a little noise from the seed."""
     distance = math.log(config["optim"]["lr"] / BEST_LR)
     return 1.0 + 0.05 * distance**2 + 0.5 * (1 - share) + 1e-4 * math.sin(config["seed"])
 
 
 class MadeTrial:
-    """A trial that passes one evaluation with every poll. hang: it stays at the first one."""
+    """A trial that passes one evaluation with every poll. With hang, it stays at the first one."""
 
     pid = None
 
@@ -74,7 +74,7 @@ class MadeTrial:
 
 
 class MadeExecutor:
-    """Starts made-up trials. hang_at: the number of the start from which on trials hang."""
+    """Starts fake trials. hang_at: the number of the start from which on trials hang."""
 
     def __init__(self, folder: Path, hang_at: int = 10**6, devices: int = 1):
         self.file, self.hang_at, self.count = folder / STARTS, hang_at, devices
@@ -114,7 +114,7 @@ def plan(data: Path, over: str = "optim.lr", **changed: Any) -> SearchPlan:
 
 
 def begin(folder: Path, over: str = "optim.lr", **changed: Any) -> tuple[SearchFolder, SearchPlan]:
-    """Begin a search in a folder that has made-up data beside it."""
+    """Begin a search in a folder that contains synthetic data."""
     data = folder.parent / "data"
     data.mkdir(parents=True, exist_ok=True)
     (data / "index.json").write_text("{}")

@@ -1,4 +1,4 @@
-"""A whole search with made-up trials: planner, pruning, kill -9, confirmation, preset, report."""
+"""A complete search with fake trials: planner, pruning, kill -9, confirmation, preset and report."""
 
 import os
 import statistics
@@ -22,7 +22,7 @@ from tests.study.search import made_search
 
 @pytest.fixture(scope="module", autouse=True)
 def fast() -> "object":
-    """Polls without waiting, because made-up trials take no time."""
+    """Poll without waiting, because fake trials take no time."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("deskside.study.execute.runner.POLL_SECONDS", 0.0)
         patch.setattr("deskside.study.search.search_queue.READ_SECONDS", 0.0)
@@ -47,7 +47,7 @@ def test_a_search_finds_the_known_best_and_prunes(done: tuple[SearchFolder, Outc
     assert first.settings == {"optim.lr": 0.04} and first.status == "finished"  # the default comes first
     losses = [trial.loss for trial in outcome.trials if trial.status == "finished"]
     assert outcome.winner != 0 and outcome.best_so_far[-1][1] == min(losses) < losses[0]
-    for trial in outcome.trials:  # a pruned trial has the loss of its last report, which is no result
+    for trial in outcome.trials:  # a pruned trial has the loss of its last report, which is not a result
         assert (trial.loss is not None) == (trial.status == "finished") and (trial.reason != "") == (
             trial.status == "pruned"
         )
@@ -137,9 +137,9 @@ def test_kill_9_in_mid_trial_loses_and_repeats_nothing(tmp_path: Path) -> None:
     outcome, stopped = made_search.run(where)
     assert stopped is None and outcome.counts() == {"finished": 4}
     rates = [config["optim"]["lr"] for config in made_search.starts(tmp_path) if config["seed"] == 1]
-    assert len(rates) == 5 and rates[2] == rates[3]  # only the trial that was killed starts again
+    assert len(rates) == 5 and rates[2] == rates[3]  # only the killed trial starts again
     assert len(set(rates)) == 4
-    # What is suggested after the kill is what would have been suggested without it.
+    # The suggestions after the kill are those of a search without it.
     straight, _ = made_search.begin(tmp_path / "straight" / "s", max_trials=4, prune=False)
     assert [t.settings for t in made_search.run(straight)[0].trials] == [t.settings for t in outcome.trials]
 

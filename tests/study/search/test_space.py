@@ -1,4 +1,4 @@
-"""The space, the proxy and the division of the hours."""
+"""The search space, the proxy and the division of the hours."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_ranges_follow_from_the_default_and_contain_it() -> None:
 
 
 def test_a_key_without_effect_is_not_searched() -> None:
-    """The rate of an embedding that is also the head; gpt2's positions are an embedding too."""
+    """Covers the rate of an embedding that is also the head. gpt2's positions are an embedding too."""
     tied = merge.build([*presets.layers("124m"), {"model": {"tie_word_embeddings": True}}])
     keys = {one.key for one in space.dimensions(None, tied)}
     assert set(space.DEFAULT_KEYS) - keys == {"optim.embedding_lr"}
@@ -85,7 +85,7 @@ def test_a_short_trial_trains_a_model_with_as_many_tokens_per_weight() -> None:
     small = merge.build([*presets.layers("124m"), proxy.layer])
     share = num_params(small.model) / num_params(CONFIG.model)
     assert share == pytest.approx(0.5, abs=0.1)  # sqrt of a quarter of the time
-    # CompleteP: multiplier x layers is that of the target.
+    # CompleteP: the product of multiplier and layers equals the target's.
     assert small.model.residual_multiplier * small.model.num_hidden_layers == pytest.approx(12)
     assert small.batch.tokens <= CONFIG.batch.tokens
     (depth,) = space.dimensions("model.depth", small)

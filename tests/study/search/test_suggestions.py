@@ -1,4 +1,4 @@
-"""Optuna's study: TPE against random on a known function, constraints, pruning, and what a resume sees."""
+"""Optuna's study: TPE compared with random search on a known function, constraints, pruning, and resumed studies."""
 
 import math
 from pathlib import Path
@@ -30,7 +30,9 @@ def best_after(folder: Path, sampler: str, seed: int, trials: int) -> float:
 
 @pytest.mark.full
 def test_tpe_finds_more_than_random_with_the_same_trials(tmp_path: Path) -> None:
-    """Over 8 seeds and 30 trials, TPE's best is below random's in at least six pairs, and by half in the median."""
+    """Over 8 seeds and 30 trials, TPE's best is below random's in at least six
+    pairs, and in the median less than half of it.
+    """
     pairs = [
         [best_after(tmp_path / f"{name}{n}", name, n, 30) for name in ("tpe", "random")] for n in range(8)
     ]
@@ -68,7 +70,7 @@ def test_halving_keeps_the_better_half_at_each_rung(tmp_path: Path) -> None:
 
 
 def test_tpe_avoids_what_was_refused(tmp_path: Path) -> None:
-    """Rates above 0.04 are impossible: after the random start, most suggestions are below."""
+    """Rates above 0.04 are impossible. After the random start, most suggestions are below."""
     suggestions = Suggestions(tmp_path, SPACE, "tpe", False, 3, "x")
     rates = []
     for _ in range(18):

@@ -1,4 +1,4 @@
-"""From factors to arms: nothing lost, nothing twice, a baseline for everyone, an order that favours nobody."""
+"""From factors to arms: none is lost, none occurs twice, each has a baseline, and the order favours none."""
 
 import itertools
 from collections import Counter
@@ -39,7 +39,7 @@ def studies(draw: st.DrawFn) -> StudySpec:
     baseline = {f.name: draw(st.sampled_from(f.levels)).name for f in factors if f.name not in within}
     varied = [f for f in factors if f.name not in within]
     exclusions = []
-    # Of levels that are no baseline, so that no arm loses what it is compared with.
+    # Only levels other than the baseline are excluded, so that no arm loses its baseline.
     for factor in varied:
         others = [level.name for level in factor.levels if level.name != baseline[factor.name]]
         if draw(st.booleans()):
@@ -112,7 +112,7 @@ def test_the_order_is_a_permutation_in_blocks(study: StudySpec) -> None:
     )
     assert [seed for _, seed in order] == sorted(seed for _, seed in order)
     assert order == ordered_trials(list(reversed(found.arms)), found.seeds, study.name)
-    # Leaving arms out does not change the order of the rest.
+    # Omitting arms does not change the order of the rest.
     some = found.arms[::2]
     assert [(a, s) for a, s in order if a in some] == ordered_trials(some, found.seeds, study.name)
 
@@ -127,7 +127,7 @@ def test_the_order_differs_by_seed_and_by_study() -> None:
 
 
 def test_no_place_in_the_block_is_an_arms_own() -> None:
-    """Over many seeds every arm stands in the first half about half of the time."""
+    """Over many seeds, every arm is in the first half about half of the time."""
     arms = expand(load("matrix16")).arms
     order = ordered_trials(arms, {"main": 400}, "fair")
     place = Counter(arm.id for position, (arm, _) in enumerate(order) if position % 16 < 8)
@@ -185,7 +185,7 @@ def test_filters_that_keep_nothing(only: list[str], message: str) -> None:
 
 
 def simple(*changes: tuple[str, str]) -> str:
-    """A study of two factors with an arm by hand, as text."""
+    """Return the text of a study with two factors and an explicit arm."""
     text = """
 name = "x"
 base = "demo"
@@ -317,7 +317,7 @@ def test_excluded_arms_are_listed_with_the_reason() -> None:
     found = expand(parse(text))
     assert found.excluded == ["depth 6, heads mha: too slow"]
     assert "depth_6-heads_mha" not in {arm.id for arm in found.arms}
-    # Of groups that are not run, nothing is said.
+    # Groups that are not run are not mentioned.
     claims = load("claims")
     assert expand(claims, only=["matrix"]).excluded == ["MHA, FP8: no claim needs it"]
     assert set(expand(claims).excluded) > {"MHA, FP8: no claim needs it"}

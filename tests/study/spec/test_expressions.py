@@ -13,7 +13,7 @@ KV = "num_key_value_heads"
 
 
 def kv(*layers: Mapping[str, object]) -> object:
-    """What the highest layer's num_key_value_heads comes to."""
+    """Return num_key_value_heads of the highest layer after evaluation."""
     return resolve([{"model": layer} for layer in layers])[-1]["model"][KV]
 
 

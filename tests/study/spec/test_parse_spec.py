@@ -1,4 +1,4 @@
-"""Studies as TOML: what is read, and every refusal in one line that names the thing."""
+"""Studies as TOML: parsed values, and errors in one line that name the cause."""
 
 import json
 import tomllib
@@ -227,7 +227,7 @@ def test_the_presets() -> None:
 
 
 def toml(value: object) -> str:
-    """A value as inline TOML."""
+    """Return a value as inline TOML."""
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, dict):
@@ -238,13 +238,13 @@ def toml(value: object) -> str:
 
 
 def places(value: object, above: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    """The path of everything inside a value."""
+    """Return the path of everything inside a value."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path for key, entry in items for path in [(*above, key), *places(entry, (*above, key))]]
 
 
 ODD = st.one_of(
-    st.none(),  # the key is taken away
+    st.none(),  # the key is removed
     st.booleans(),
     st.integers(-3, 2**70),
     st.floats(),

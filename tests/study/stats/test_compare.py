@@ -1,4 +1,4 @@
-"""Comparisons against scipy, numpy and the known effects of a made-up study."""
+"""Comparisons, checked with scipy, numpy and the known effects of a synthetic study."""
 
 import dataclasses
 import math
@@ -78,7 +78,9 @@ def test_known_effects_are_recovered() -> None:
 
 
 def test_known_intervals_cover_known_effects_through_the_whole_comparison() -> None:
-    """The path of a study, not the function alone: 1,000 studies of three seeds, of which the first lacks a trial."""
+    """Tests the complete path of a study, not only the function: 1,000 studies of three
+    seeds, of which the first lacks a trial.
+    """
     draw = random.Random(5)
     covered = 0
     for _ in range(1000):
@@ -128,7 +130,7 @@ def test_a_metric_that_is_zero_somewhere_or_no_number_is_not_compared() -> None:
 
 
 def test_a_verdict_has_to_stand_among_all_arms() -> None:
-    """One arm with p = 0.03, alone and among nineteen others: the interval is the same, the verdict is not."""
+    """One arm with p = 0.03, alone and among nineteen others: the interval is the same, but the verdict is not."""
     draw = np.random.default_rng(0)
     base = np.ones(5)
     noise = [0.3, -0.2, 0.1, -0.4, 0.2]

@@ -1,4 +1,4 @@
-"""Loss at equal tokens against numpy's interpolation, and where there is none."""
+"""Loss at equal tokens compared with numpy's interpolation, and cases in which there is none."""
 
 import dataclasses
 import math
@@ -17,7 +17,7 @@ points = st.dictionaries(st.integers(1, 10**9), st.floats(0.5, 3.0), min_size=1,
 
 
 def trial(evaluations: dict[float, float], seed: int = 1, end: bool = True) -> Trial:
-    """A trial whose curve has these evaluations and rows without one between them."""
+    """Return a trial whose curve has these evaluations, and rows without one between them."""
     curve: list[dict[str, float | None]] = []
     for tokens, loss in evaluations.items():
         curve += [{"tokens": tokens / 2, "val_bpb": None}, {"tokens": tokens, "val_bpb": loss}]

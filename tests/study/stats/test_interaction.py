@@ -1,4 +1,4 @@
-"""Interactions against the textbook: a regression with an interaction term, and designs with cells missing."""
+"""Interactions compared with the textbook: a regression with an interaction term, and designs with missing cells."""
 
 import itertools
 import math
@@ -37,7 +37,7 @@ def test_the_effect_is_that_of_a_regression_with_seeds_as_blocks() -> None:
             rows.append([x, y, z, x and y, x and z, y and z, x and y and z, *(seed == s for s in range(4))])
             logs.append(math.log(value or 0.0))
     solved = np.linalg.lstsq(np.array(rows, float), np.array(logs), rcond=None)[0]
-    # At c off it is the a-b term, at c on the three-way term comes on top: the mean of the two.
+    # With c off it is the a-b term, and with c on the three-way term is added: the mean of the two.
     assert math.log1p(found.effect) == pytest.approx(solved[3] + solved[6] / 2, abs=1e-9)
     assert found.levels == {"a": "on", "b": "on"} and found.n == 4 and found.verdict == "higher"
 
@@ -60,7 +60,7 @@ def test_factors_that_multiply_do_not_interact() -> None:
 
 
 def test_every_seed_is_averaged_over_the_same_settings() -> None:
-    """A third factor changes the interaction. Where it is on, one cell lacks a seed: that setting is left out."""
+    """A third factor changes the interaction. Where it is on, one cell lacks a seed, so that setting is left out."""
     numbers: dict[tuple[str, ...], Numbers] = {
         key: noisy(0.1 if key[2] == "on" else 0.0, 3, key)
         for key in itertools.product(("off", "on"), repeat=3)

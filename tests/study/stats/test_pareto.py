@@ -1,4 +1,4 @@
-"""Fronts against brute force, and which arms the intervals leave open."""
+"""Fronts compared with brute force, and the arms that the intervals leave undecided."""
 
 import numpy as np
 from hypothesis import given
@@ -14,7 +14,7 @@ rows = st.lists(st.tuples(*(st.sampled_from([1.0, 2.0, 3.0, 4.0]) for _ in AXES)
 
 
 def built(numbers: list[list[tuple[float, ...]]]) -> Results:
-    """Arms of trials of (speed, memory, loss)."""
+    """Return arms whose trials have (speed, memory, loss)."""
     arms = [
         Arm(
             f"arm{n}", f"arm{n}", "main", {}, "arm0",
@@ -38,7 +38,7 @@ def test_the_front_is_that_of_brute_force(numbers: list[tuple[float, ...]]) -> N
         beaten = (table[None] <= table[:, None]).all(-1) & (table[None] < table[:, None]).any(-1)
         found = front(results, axes)
         assert found.arms == [f"arm{n}" for n in np.flatnonzero(~beaten.any(1))]
-        # One seed shows nothing: everything that is not on the front may be.
+        # One seed proves nothing: everything that is not on the front may be.
         assert found.unclear == [f"arm{n}" for n in np.flatnonzero(beaten.any(1))]
 
 

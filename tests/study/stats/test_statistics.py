@@ -1,4 +1,4 @@
-"""Intervals against scipy and against simulation; verdicts among many against scipy's rule."""
+"""Intervals compared with scipy and with simulation; verdicts among many compared with scipy's rule."""
 
 import numpy as np
 import pytest
@@ -56,7 +56,7 @@ def test_which_are_called_is_benjamini_and_hochbergs_rule(p_values: list[float])
 
 
 def covers_as_it_says(method: str, noise: str, seeds: int) -> bool:
-    """Within 3.5 standard errors of 95 % (2,500 studies: 1.5 points)."""
+    """Assert coverage within 3.5 standard errors of 95 % (2,500 studies: 1.5 points)."""
     share, _ = coverage(method, noise, seeds, 2500)
     return abs(share - 0.95) < 0.016
 
@@ -86,7 +86,7 @@ def test_the_same_check_finds_the_methods_that_do_not(method: str, noise: str) -
 def test_coverage_of_every_noise_at_every_number_of_seeds(noise: str) -> None:
     for seeds in SEEDS:
         share, width = coverage("Student, paired (used)", noise, seeds, 10_000)
-        # One arm alone with exponential noise is the worst: its differences are skewed.
+        # A single arm with exponential noise is the worst case, because its differences are skewed.
         assert (0.91 if noise == "one arm skewed" else 0.94) < share < 0.975, (noise, seeds, share)
         if seeds >= 10:
             narrow = [coverage(name, noise, seeds, 1000)[1] for name in METHODS if "bootstrap" in name]
@@ -101,7 +101,7 @@ def test_twenty_arms_that_do_nothing_seldom_get_a_verdict() -> None:
 
 
 def test_numbers_whose_squares_no_float_holds() -> None:
-    """The perplexity of a run that has gone wrong without becoming infinite."""
+    """For example, the perplexity of a run that has gone wrong without becoming infinite."""
     plain, huge = mean_interval([1.0, 2.0, 4.0]), mean_interval([1e200, 2e200, 4e200])
     for name in ("mean", "low", "high"):
         assert getattr(huge, name) == pytest.approx(1e200 * getattr(plain, name))
