@@ -126,9 +126,10 @@ def _config_value(path: KeyPath, info: FieldInfo, text: str) -> Any:
     Tables are written as in TOML, lists as in TOML or separated by commas. `none` means None for a key that may be
     None, and is ordinary text for the others, such as optim.normalize. Everything else remains text.
     """
-    is_union = get_origin(info.annotation) in (Union, types.UnionType)
-    members = get_args(info.annotation) if is_union else ()
-    if text.lower() == "none" and type(None) in members:
+    members = _members(info)
+    if text.lower() == "none" and any(
+        type(None) in _members(each) for each in (info, *_in_alternatives(path))
+    ):
         return None
     if text.startswith(("[", "{")):
         try:
@@ -141,6 +142,19 @@ def _config_value(path: KeyPath, info: FieldInfo, text: str) -> Any:
     if takes_list(info.annotation) and text not in literals:
         return [word.strip() for word in text.split(",")]
     return text
+
+
+def _members(info: FieldInfo) -> tuple[Any, ...]:
+    """Return the types of which a field takes one; () if it is no union."""
+    return get_args(info.annotation) if get_origin(info.annotation) in (Union, types.UnionType) else ()
+
+
+def _in_alternatives(path: KeyPath) -> list[FieldInfo]:
+    """Return the fields of a key in all alternatives of its part, such as optim.lr of Muon and of AdamW."""
+    if len(path) != 2 or path[0] not in RunConfig.model_fields:
+        return []
+    classes = parts_of(RunConfig.model_fields[path[0]].annotation)
+    return [cls.model_fields[path[1]] for cls in classes if path[1] in cls.model_fields]
 
 
 def takes_list(annotation: Any) -> bool:

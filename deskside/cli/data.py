@@ -328,6 +328,10 @@ def _print_tables(
     printer.table(["source", "lang", "documents", "tokens"], shown, "llrr")
     if len(shown) < len(tags):
         printer.text(f"and {plural(len(tags) - len(shown), 'smaller source')}; --details lists all")
+    if closing := splits["train"]["tokens"] - sum(tag["tokens"] for tag in splits["train"]["tags"]):
+        printer.text(
+            f"and {plural(closing, 'end-of-text token')} behind the last document of a shard, of no source"
+        )
     for name, split in splits.items():
         if len(split["languages"]) > 1:
             _print_languages(printer, name, split["languages"])

@@ -18,7 +18,7 @@ from deskside.cli.arguments import Argument, Groups, add_groups, flag_of, metava
 from deskside.cli.config_options import config_groups, config_values, group_description
 from deskside.cli.help_text import HelpFormatter, columns, description
 from deskside.cli.suggestions import nearest_option
-from deskside.config.base import Part
+from deskside.config.base import Part, plain_message
 from deskside.utils.console import wrap
 from deskside.utils.errors import UsageError
 
@@ -181,8 +181,8 @@ class Command(Generic[Options]):
             try:
                 given[field.name] = TypeAdapter(hints[field.name], config=_FINITE).validate_python(value)
             except ValidationError as error:
-                message = error.errors(include_url=False)[0]["msg"].removeprefix("Value error, ")
-                raise UsageError(f"{label}: {message[0].lower()}{message[1:]}, not {value!r}") from None
+                message = plain_message(error.errors(include_url=False)[0])
+                raise UsageError(f"{label}: {message}, not {value!r}") from None
         return self.options(**given)
 
     def _unknown_argument(self, word: str, typed_names: Mapping[str, str]) -> UsageError:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 # Kinds of prepared data. Bits per byte can be measured only for the first two, which are text.
 DataKind = Literal["text", "conversations", "preference", "labelled", "questions"]
@@ -13,6 +14,15 @@ DATA_NOUNS: dict[DataKind, str] = {
     "preference": "preference pairs",
     "labelled": "labelled answers",
     "questions": "questions",
+}
+
+# Types of pydantic's errors -> the message; pydantic's own speaks of parsing strings.
+_WHOLE, _NUMBER, _SWITCH = "must be a whole number", "must be a number", "must be true or false"
+_OF_NUMBERS = {
+    **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), _WHOLE),
+    **dict.fromkeys(("float_parsing", "float_type"), _NUMBER),
+    **dict.fromkeys(("bool_parsing", "bool_type"), _SWITCH),
+    "finite_number": "must be a finite number",
 }
 
 
@@ -48,8 +58,14 @@ def first_problem(error: ValidationError) -> str:
     """Return the first validation error as one line: the key and the problem."""
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"])
-    problem = " ".join(first["msg"].removeprefix("Value error, ").split())
+    problem = _OF_NUMBERS.get(first["type"]) or " ".join(first["msg"].removeprefix("Value error, ").split())
     return f"{key}: {problem}" if key else problem
+
+
+def plain_message(problem: ErrorDetails) -> str:
+    """Return what is wrong with a value in one line that begins with a small letter, without its key and the value."""
+    message = _OF_NUMBERS.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
+    return " ".join(f"{message[:1].lower()}{message[1:]}".split())
 
 
 def _contains_bool(value: object) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from deskside.config.base import Part
+from deskside.config.base import Part, plain_message
 from deskside.config.duration import parse_hours
 from deskside.config.model import ModelConfig
 from deskside.config.no_effect import NO_EFFECT
@@ -219,7 +219,7 @@ def _usage_error(error: ValidationError) -> UsageError:
         )
     if first["type"] in ("tuple_type", "list_type"):
         return UsageError(f'{key}: is a list, written in brackets like ["a", "b"], not {first["input"]!r}')
-    return UsageError(f"{key}: {message[0].lower()}{message[1:]}, not {first['input']!r}")
+    return UsageError(f"{key}: {plain_message(first)}, not {first['input']!r}")
 
 
 def _without_union_member(path: list[str]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from deskside.budget.step_spec import Checkpointing, OptimizerName, Precision
+from deskside.config.base import plain_message
 from deskside.config.model import ModelConfig
 
 _MAX_SHOWN = 40  # characters of an invalid value in an error message
@@ -124,8 +125,7 @@ def _model_error(model: type[BaseModel], value: Any, name: str) -> str:
         field = ".".join([part for part in (name, *map(str, first["loc"])) if part])
         if first["type"] == "missing":
             return f"field {field} is missing"
-        message = first["msg"].removeprefix("Value error, ")
-        return f"field {field}: {message[0].lower()}{message[1:]}, not {short_json(first['input'])}"
+        return f"field {field}: {plain_message(first)}, not {short_json(first['input'])}"
     return ""
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,10 @@ def test_prepare_verify_show(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert run(["show", out, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["vocab_size"] == 300 and 0 < facts["splits"]["train"]["utilisation"]["512"] <= 1
+    # The one shard ends with an end-of-text token that belongs to no document.
+    train = facts["splits"]["train"]
+    assert train["tokens"] == sum(tag["tokens"] for tag in train["tags"]) + 1
+    assert re.search(r"\b1 end-of-text token\b", shown)
     assert run([*command[:4], "--vocab-size", "310", "--workers", "1", "--no-resume", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["vocab_size"] == 310
 

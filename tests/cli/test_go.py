@@ -105,7 +105,7 @@ def state(run: Path) -> dict[str, Any]:
             "--hours: input should be a number of hours, or a time such as 2h or 1h30m, not 'two'",
         ),
         (["--hours", "-1"], "--hours: must be a number above zero, not -1"),
-        (["--hours", "nan"], "--hours: input should be a finite number"),
+        (["--hours", "nan"], "--hours: must be a finite number"),
         (["--hours", "1e308"], "--hours: must be at most 1,000,000, not 1e+308"),
         (["--hours", "1e-9", "--preset", "demo", "--yes"], "--hours: 1e-09 h is too short: starting took "),
         (["--hours", "1", "--gpu-budget", "1e308"], "--gpu-budget: must be at most 1,000,000, not 1e+308"),

@@ -565,7 +565,7 @@ def test_invalid_values_are_refused_for_every_key(path: tuple[str, ...], value: 
 
 def test_numbers_that_are_not_finite_inside_tables() -> None:
     for value, message in (
-        (math.nan, "data.weights.en: input should be a finite number"),
+        (math.nan, "data.weights.en: must be a finite number"),
         (True, "data.weights: "),
     ):
         with pytest.raises(UsageError, match=message):

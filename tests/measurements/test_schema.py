@@ -157,7 +157,7 @@ def test_no_value_does_harm(
         (1, "result.step_seconds.p90", 1e-6, "is above p90"),
         (1, "result.matmul_peak_tflops", -1, "not -1"),
         (1, "result.matmul_peak_tflops", True, "not true"),
-        (1, "result.micro_tokens", 1e308, "valid integer"),
+        (1, "result.micro_tokens", 1e308, "whole number"),
         (1, "result.micro_tokens", 1000, "must be a multiple of the sequence length 1024"),
         (1, "result.micro_tokens", 3072, "that divides the step's 8192 tokens"),
         (1, "result.precision", "x" * 99, 'not "xxx'),
@@ -168,8 +168,8 @@ def test_no_value_does_harm(
         (1, "key.spec.model.head_dim", [1], "key.spec.model.head_dim: must be one value"),
         (1, "key.spec.model.hidden_size", -1, "key.spec.model.hidden_size: "),
         (1, "key.spec.model.num_key_value_heads", 3, "cannot be shared evenly"),
-        (1, "key.machine.memory_gib", 1e308, "key.machine.memory_gib: input should be a valid integer"),
-        (1, "seconds", "x", 'field seconds: input should be a valid number, not "x"'),
+        (1, "key.machine.memory_gib", 1e308, "key.machine.memory_gib: must be a whole number"),
+        (1, "seconds", "x", 'field seconds: must be a number, not "x"'),
     ],
 )  # fmt: skip
 def test_a_damaged_row_is_named_and_passed_over(

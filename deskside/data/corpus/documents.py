@@ -98,7 +98,11 @@ class _DocumentReader(Reader[Document]):
             yield Document(data, source, lang, origin, group)
 
     def text(self, path: Path, source: Source) -> Iterator[Document]:
-        """Yield a text file as one document, or as several parts if it is longer than the limit."""
+        """Yield a text file as one document, or as several parts if it is longer than the limit.
+
+        Every line ends with a newline, as in Python's text mode and in `datasets`. In .jsonl and parquet, where line
+        ends are part of a value, they stay.
+        """
         group = source.spec
         with path.open("rb") as file:
             if file.read(len(BYTE_ORDER_MARK)) != BYTE_ORDER_MARK:
@@ -116,7 +120,7 @@ class _DocumentReader(Reader[Document]):
                 if (position := utf8_error(data)) is not None:
                     self.bad.add(NOT_UTF8, origin, _UTF16 if data[:2] in _UTF16_MARKS else f"byte {position}")
                 else:
-                    yield from self.document(data, source.tag, "", origin, group)
+                    yield from self.document(_with_newlines(data), source.tag, "", origin, group)
                 data = more + file.read(self.line_limit - len(more))
 
     def record(self, record: object, tag: str, origin: str, group: str) -> Iterator[Document]:
@@ -186,6 +190,11 @@ def is_binary(data: bytes) -> bool:
     """Return True if more than a tenth of the bytes are control characters that do not occur in text."""
     text_bytes = sum(len(data[i : i + CHUNK].translate(None, _CONTROL)) for i in range(0, len(data), CHUNK))
     return len(data) - text_bytes > _BINARY_SHARE * len(data)
+
+
+def _with_newlines(data: bytes) -> bytes:
+    """Return a text with the line ends of Windows and of old Macs as newlines, as Python reads a text file."""
+    return data.replace(b"\r\n", b"\n").replace(b"\r", b"\n") if b"\r" in data else data
 
 
 def _text_cut(data: bytes) -> int:

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from deskside.config.base import plain_message
 from deskside.study.spec.expressions import leaf_paths
 from deskside.study.spec.spec import (
     DEFAULT_GROUP,
@@ -78,7 +79,7 @@ def parse(text: str, label: str = "study", folder: Path = Path()) -> StudySpec:
         location = [label, *_location(first["loc"], study)]
         if not study["grouped"] and len(location) > 1 and location[1] == f"group {DEFAULT_GROUP}":
             del location[1]
-        message = " ".join(first["msg"].removeprefix("Value error, ").split())
+        message = plain_message(first)
         if first["type"] == "missing":
             message = "is missing"
         elif not isinstance(first["input"], (Mapping, list)) and first["type"] != "value_error":

@@ -211,8 +211,8 @@ def test_too_long_lines_are_counted_and_the_others_read(tmp_path: Path, name: st
         list(iter_documents(Source.parse(str(path)), BadInputLog("refuse"), line_limit=1000))
 
 
-@given(st.text(alphabet="ab \né", max_size=200), st.integers(4, 50))
-@settings(max_examples=100, deadline=None)
+@given(st.text(alphabet="ab \n\ré", max_size=200), st.integers(4, 50))
+@settings(max_examples=200, deadline=None)
 def test_a_text_file_over_the_limit_is_several_documents(
     tmp_path_factory: pytest.TempPathFactory, text: str, limit: int
 ) -> None:
@@ -222,8 +222,19 @@ def test_a_text_file_over_the_limit_is_several_documents(
     found = list(iter_documents(Source.parse(str(path)), log, line_limit=limit))
     assert "".join("".join(d.text for d in found).split()) == "".join(text.split())
     assert all(len(d.data) <= limit for d in found) and set(log.counts) <= {bad_input.EMPTY}
-    for document in found[:-1]:
-        assert document.data.endswith(b"\n") or b"\n" not in document.data
+    assert not any(b"\r" in document.data for document in found)
+    if "\r" not in text:
+        for document in found[:-1]:
+            assert document.data.endswith(b"\n") or b"\n" not in document.data
+    whole = [document.text for document in iter_documents(Source.parse(str(path)), BadInputLog())]
+    assert whole == ([path.read_text("utf-8")] if text.strip() else [])  # which has universal newlines
+
+
+def test_line_ends_of_windows_cut_between_two_parts_are_one_newline(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"abc\r\ndef\r\n")
+    for limit in range(5, 12):
+        found = iter_documents(Source.parse(str(tmp_path / "a.txt")), BadInputLog(), line_limit=limit)
+        assert "".join(document.text for document in found) == "abc\ndef\n"
 
 
 PEAK = """
@@ -335,3 +346,9 @@ def test_unreadable_directory_is_reported(tmp_path: Path, monkeypatch: pytest.Mo
         UsageError, match=r"no files in directory .*closed cannot be read \(Permission denied\)"
     ):
         Source.parse(str(tmp_path / "closed"))
+
+
+def test_line_ends_of_records_stay(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "a\\r\\nb"}\r\n')
+    (document,) = iter_documents(Source.parse(str(tmp_path / "a.jsonl")), BadInputLog())
+    assert document.data == b"a\r\nb"
