@@ -6,6 +6,7 @@ computes with it, for example by its depth. `json_value` and `toml_table` raise 
 """
 
 import contextlib
+import functools
 import json
 import math
 import tomllib
@@ -35,14 +36,21 @@ def json_value(text: str | bytes | bytearray, big_integers: bool = False, finite
     Raises Unreadable.
     """
     with _as_unreadable():
-        value = json.loads(
-            text if isinstance(text, str) else text.decode("utf-8-sig"),
-            parse_int=None if big_integers else _integer,
-            parse_float=_finite if finite else None,
-            parse_constant=_finite if finite else None,
-        )
-    _check_depth(value)
+        decoded = text if isinstance(text, str) else text.decode("utf-8-sig")
+        value = _decoder(big_integers, finite).decode(decoded)
+    if decoded.count("[") + decoded.count("{") > MAX_DEPTH:  # else it cannot be nested too deeply
+        _check_depth(value)
     return value
+
+
+@functools.cache
+def _decoder(big_integers: bool, finite: bool) -> json.JSONDecoder:
+    """Return the decoder of `json_value`. Making one takes as long as decoding a row of metrics.jsonl."""
+    return json.JSONDecoder(
+        parse_int=None if big_integers else _integer,
+        parse_float=_finite if finite else None,
+        parse_constant=_finite if finite else None,
+    )
 
 
 def toml_table(text: str | bytes) -> dict[str, Any]:

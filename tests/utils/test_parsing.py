@@ -91,7 +91,7 @@ def test_memory_error_becomes_unreadable(monkeypatch: pytest.MonkeyPatch, tmp_pa
     def full(*_: object, **__: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("deskside.utils.parsing.json.loads", full)
+    monkeypatch.setattr("deskside.utils.parsing.json.JSONDecoder.decode", full)
     monkeypatch.setattr("deskside.utils.parsing.tomllib.loads", full)
     (tmp_path / "a.json").write_text("{}")
     for parse in (json_value, toml_table):
