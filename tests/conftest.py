@@ -11,17 +11,17 @@ import pytest
 
 from deskside.utils.files import cache_folder
 
-# No test is failed by the clock: what takes 20 ms alone takes 300 on a machine that does something else. The default
-# suite tries the same examples every time, so that a commit fails for what it changed; the long form tries new ones.
+# No test fails by the clock: what takes 20 ms alone takes 300 ms on a busy machine. The default suite tries the same
+# examples every time, so that a failure is due to the commit. The long form tries new ones.
 hypothesis.settings.register_profile("default suite", deadline=None, derandomize=True)
 hypothesis.settings.register_profile("long form", deadline=None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("default suite" if config.option.markexpr == "not full" else "long form")
-    # Until collection ends, nothing is garbage: looking for it took a fifth of the collection's time.
+    # Until collection ends, nothing is garbage. Searching for it took a fifth of the collection's time.
     gc.disable()
-    # nohup ignores SIGHUP, and a shell ignores SIGINT for what it starts in the background; children inherit both.
+    # nohup ignores SIGHUP, and a shell ignores SIGINT for background processes. Children inherit both.
     for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, handler)
@@ -35,7 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """From now on, Python's collector looks at what tests make, and not at modules and thousands of tests each time."""
+    """Exclude modules and collected tests from Python's garbage collector, which
+    then only visits what tests create.
+    """
     gc.freeze()
     gc.enable()
 

@@ -1,4 +1,4 @@
-"""Exit codes of every command for a directory that is damaged (1), or that is not there or something else (2)."""
+"""Exit codes of every command for a directory that is damaged (1), missing, or something else (2)."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ import pytest
 
 from deskside.cli.main import main
 from tests.serve import made_run
-from tests.test_hostile_files import commands, road
+from tests.test_hostile_files import commands, begin_pipeline
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +71,14 @@ HUGGING_FACE: dict[str, Callable[[Path], None]] = {
 
 
 def quick(names: Iterable[str], *chosen: str) -> list[Any]:
-    """Return the names as parameters of a test; all but the chosen ones are long forms."""
+    """Return the names as parameters of a test. All but the chosen ones belong to the long form."""
     return [name if name in chosen else pytest.param(name, marks=pytest.mark.full) for name in names]
 
 
 def check(path: Path, folder: Path, is_run: bool, capsys: Any) -> None:
-    """Every command that needs what is damaged: exit code 1, one line."""
+    """Check that every command that needs the damaged part exits with 1 and prints one line."""
     for argv in commands(path, folder, is_run):
-        if argv[0] in ("report", "data"):  # they tell what can still be read, and read no weights
+        if argv[0] in ("report", "data"):  # they report what can still be read, and read no weights
             continue
         code = main(argv)
         said = capsys.readouterr().err
@@ -92,9 +92,9 @@ def test_a_damaged_run_ends_with_1(
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "runs" / "damaged"
     shutil.copytree(good, path)
-    road(path)
+    begin_pipeline(path)
     RUN[harm](path)
-    # A checkpoint or tokenizer that is damaged is no matter before --resume: tests/test_hostile_files.py, tests/train.
+    # A damaged checkpoint or tokenizer only matters for --resume: tests/test_hostile_files.py, tests/train.
     check(path, tmp_path, "run.json" in harm or "model" in harm or "version" in harm, capsys)
 
 

@@ -1,7 +1,7 @@
-"""Directories from strangers: whatever a file holds, reading it executes nothing.
+"""Directories from strangers: whatever a file contains, reading it executes nothing.
 
-Every command that reads a directory is given hostile ones. Two traps show execution: a payload that makes a file, and
-an audit hook that sees every global that any unpickler in this process looks up.
+Every command that reads a directory is given hostile ones. Two traps detect execution: a payload that creates a file,
+and an audit hook that sees every global that any unpickler in this process looks up.
 """
 
 import ast
@@ -38,7 +38,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def watched() -> Iterator[None]:
-    """Record the globals that unpicklers look up; an audit hook cannot be removed, so it is switched."""
+    """Record the globals that unpicklers look up. An audit hook cannot be removed, so it is switched on and off."""
     global _watching
     LOOKED_UP.clear()
     _watching = True
@@ -54,7 +54,7 @@ def hook() -> None:
 
 
 class Payload:
-    """Makes a file when it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, mark: Path):
         self.mark = mark
@@ -84,7 +84,7 @@ def torch_file(path: Path, mark: Path) -> None:
 
 
 def sharded(run: Path, mark: Path) -> None:
-    """A sharded checkpoint in torch.distributed.checkpoint's own format, whose metadata is a pickle."""
+    """Write a sharded checkpoint in torch.distributed.checkpoint's own format, whose metadata is a pickle."""
     folder = run / "checkpoints" / "step-000000030" / "sharded"
     folder.mkdir(parents=True)
     (folder / ".metadata").write_bytes(pickle.dumps(Payload(mark)))
@@ -94,7 +94,7 @@ def sharded(run: Path, mark: Path) -> None:
 
 
 def tensors(run: Path, mark: Path) -> None:
-    """Pickles under the names of safetensors files, and of everything else that a checkpoint holds."""
+    """Write pickles under the names of safetensors files, and of everything else in a checkpoint."""
     for step, names in (
         (30, ["model.safetensors", "optimizer.safetensors"]),
         (40, ["sharded/a.safetensors"]),
@@ -208,7 +208,7 @@ def test_no_command_executes_what_a_directory_holds(
     shutil.copytree(good, path)
     KINDS[kind](path, mark)
     if kind == "sharded":
-        road(path)
+        begin_pipeline(path)
     for argv in commands(path, tmp_path, is_run=kind not in ("bin", "index", "disguise")):
         with watched():
             code = main(argv)
@@ -222,8 +222,8 @@ def test_no_command_executes_what_a_directory_holds(
                 assert "--init DIR" in said, (argv, said)
 
 
-def road(run: Path) -> None:
-    """A road that is resumed in its training."""
+def begin_pipeline(run: Path) -> None:
+    """Begin a pipeline in the run, in the phase in which it resumes training."""
     config = json.loads((run / "run.json").read_text())["config"]
     options = {
         "preset": "demo",
@@ -264,7 +264,7 @@ def aligned(good: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     return {command: folder / command for command in ("dpo", "grpo")}
 
 
-@pytest.mark.full  # two trainings
+@pytest.mark.full  # two training runs
 @pytest.mark.parametrize("command", ["dpo", "grpo"])
 def test_an_alignment_run_executes_nothing_on_resume(
     command: str, aligned: dict[str, Path], mark: Path, tmp_path: Path, capsys: Any
@@ -280,7 +280,7 @@ def test_an_alignment_run_executes_nothing_on_resume(
         said = capsys.readouterr().err
         assert not mark.exists() and not LOOKED_UP, (kind, LOOKED_UP)
         assert "unexpected" not in said and "Traceback" not in said, (kind, said)
-        # Behind the damaged checkpoints is a good one.
+        # There is a valid checkpoint before the damaged ones.
         assert code in ((0, 1, 2) if kind == "tensors" else (1, 2)), (kind, code, said)
         if kind == "sharded":
             assert "--init DIR" in said, said
@@ -330,12 +330,12 @@ CALLS = {"torch.load", "torch.save", "torch.jit.load", "torch.hub.load", "pd.rea
 
 
 def aliased_yaml(alias: ast.alias) -> bool:
-    """Whether an import hides yaml's calls from the check below."""
+    """Return True if an import hides yaml's calls from the check below."""
     return alias.name.split(".")[0] == "yaml" and (alias.name, alias.asname) != ("yaml", None)
 
 
 def offences(source: str) -> list[str]:
-    """Lines of a module that read or write a format which executes on load."""
+    """Return the lines of a module that read or write a format that executes code when it is loaded."""
     found = []
     for node in ast.walk(ast.parse(source)):
         names: list[str] = []

@@ -1,4 +1,4 @@
-"""Dependencies point down: a package may import only packages on lower floors. docs/architecture.md has the picture."""
+"""Dependencies point down: a package may import only packages on lower floors. docs/architecture.md shows them."""
 
 import ast
 import re
@@ -75,7 +75,7 @@ def test_arithmetic_imports_no_torch(package: str) -> None:
 
 
 def edges() -> dict[str, set[str]]:
-    """Return which packages each package imports, without those that follow from the others."""
+    """Return the packages that each package imports, without those that follow from others."""
     direct: dict[str, set[str]] = {package: set() for package in FLOOR}
     for path in MODULES:
         if (package := package_of(path)) in direct:

@@ -1,4 +1,4 @@
-"""The spellings of a run's length that a newcomer tries."""
+"""Spellings of a run's length that a new user tries."""
 
 import json
 from pathlib import Path

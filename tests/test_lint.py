@@ -1,4 +1,4 @@
-"""The whole tree is clean: ruff's rules, ruff's formatting, mypy on the package. `make lint` does the same."""
+"""The whole tree is clean: ruff's rules, ruff's formatting, mypy on the package. `make lint` runs the same checks."""
 
 import re
 import subprocess
@@ -14,7 +14,7 @@ from tests.sources import ROOT, files
     [
         ["ruff", "check", "--quiet", "--output-format", "concise", "."],
         ["ruff", "format", "--check", "--quiet", "."],
-        pytest.param(["mypy"], marks=pytest.mark.full),  # 40 s; `make lint` has it
+        pytest.param(["mypy"], marks=pytest.mark.full),  # takes 40 s; `make lint` includes it
     ],
     ids=["rules", "formatting", "types"],
 )
@@ -25,7 +25,7 @@ def test_clean(command: list[str]) -> None:
 
 
 def test_comments_stand_above_statements_that_they_would_break() -> None:
-    """A long comment after a statement makes ruff break it; the comment then follows a lone bracket."""
+    """A long comment after a statement makes ruff break the statement, and the comment then follows a lone bracket."""
     pattern = re.compile(r"^\s*[\])}]+:?,?  # (?!fmt:|type:|noqa)")
     found = [
         f"{path.relative_to(ROOT)}:{number}"

@@ -1,4 +1,4 @@
-"""Measured figures of the documents lead to where they come from.
+"""Measured figures in the documents lead to their sources.
 
 A section (# or ##) with a table of figures, or with a paragraph of measured ones, names a file under docs/data, a
 dated entry of the log, a table of deskside/facts, a publication, a test that computes the figures again, or a seeded
@@ -42,7 +42,7 @@ DOCUMENTS = (
     ),
 )
 CELL = re.compile(r"\|\s*\**\d[\d,.]*")
-# "At 95 %" is a level. One figure may be a setting or a rule; two in a paragraph are taken for a measurement.
+# "At 95 %" is a level. A single figure may be a setting or a rule, but two in a paragraph count as a measurement.
 FIGURE = re.compile(r"\d[\d,.]*\s*(?:tokens/s|ms\b|GiB|s\b|W\b)|(?<!at )(?<![\d,.])\d[\d,.]*\s*%")
 PARAGRAPH_FIGURES = 2
 PATH = re.compile(r"(?:docs/data|deskside/facts|tests)/[\w./*-]+")

@@ -24,8 +24,8 @@ def test_the_list_is_well_formed() -> None:
     for job in jobs:
         assert "python" in job.run and job.document.startswith("docs/")
         shlex.split(job.run.format(**words))
-    road = [job.name for job in release.chosen(jobs, ["grpo"])]
-    assert road == ["parity-bf16", "sft", "dpo", "grpo"]
+    names = [job.name for job in release.chosen(jobs, ["grpo"])]
+    assert names == ["parity-bf16", "sft", "dpo", "grpo"]
 
 
 def test_jobs_have_their_gpus_to_themselves(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("quiet_machine")
 STEPS = 400
 
 
-def road(folder: Path, hours: float = 1.0) -> PipelineState:
+def begin_pipeline(folder: Path, hours: float = 1.0) -> PipelineState:
     deskside.STARTED = time.perf_counter()
     return PipelineState.begin(RunDirectory.create(folder, "run", "run"), hours, {}, "a test")
 
@@ -38,7 +38,7 @@ def train(
     hours: float = 1.0,
     **changes: Any,
 ) -> tuple[Pilot, training_run.RunOutcome]:
-    state = road(folder, hours)
+    state = begin_pipeline(folder, hours)
     config = tiny_run.config(data, **{"schedule": {"length": f"{STEPS} steps"}, **changes})
     pilot = Pilot(state, config, plan or {}, target)
     outcome = training_run.start(config, state.run, "a test", watch=pilot)
@@ -147,7 +147,7 @@ def test_a_pilot_that_was_broken_off_ends_in_the_next_process(data: Path, tmp_pa
             if row["step"] == 12:
                 self.stop.requested = "enough"
 
-    state = road(tmp_path)
+    state = begin_pipeline(tmp_path)
     config = tiny_run.config(data, schedule={"length": "200 steps"}, checkpoint={"every": "5 steps"})
     first = Stopping(state, config, {}, None)
     assert training_run.start(config, state.run, "t", watch=first).status == "enough"
@@ -242,7 +242,7 @@ def test_a_band_that_may_not_fit_is_never_the_better_one() -> None:
 
 def test_what_a_new_start_would_have_left(data: Path, tmp_path: Path) -> None:
     """Neither the time reserved for the end nor a second set-up is training, and a plan's tokens include neither."""
-    state = road(tmp_path, hours=1.0)
+    state = begin_pipeline(tmp_path, hours=1.0)
     pilot = Pilot(state, tiny_run.config(data), {"pretrain_seconds": 3500.0}, None)
     deskside.STARTED -= 100.0  # setting up
     validation = PackedDataset(data, split="val", sequence_length=32)
@@ -263,7 +263,7 @@ def test_who_has_asked_for_a_stop_gets_it(data: Path, tmp_path: Path) -> None:
             self.stop.requested = "SIGTERM"
             super().end(total_steps)
 
-    state = road(tmp_path)
+    state = begin_pipeline(tmp_path)
     config = tiny_run.config(data, schedule={"length": f"{STEPS} steps"})
     outcome = training_run.start(config, state.run, "t", watch=Stopped(state, config, {}, 0.01))
     assert outcome.status == "SIGTERM" and Pilot(state, config, {}, 0.01).decision == TARGET_OUT_OF_REACH

@@ -1,4 +1,4 @@
-"""Data that all tests of training read, one thread for what runs in this process, and runs without needless work."""
+"""Data for all training tests, one thread for runs in this process, and runs without needless work."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +28,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread() -> Iterator[None]:
-    """The last bits of a sum depend on how many threads share it."""
+    """Run with one thread, because the last bits of a sum depend on the number of threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -37,7 +37,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def short_ends() -> Iterator[None]:
-    """Runs sample few tokens and do not measure the matmul peak: half of the time of a run of a few steps."""
+    """Sample few tokens and skip the matmul peak, which take half of the time of a run of a few steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(finalize, "SAMPLE_TOKENS", 12)
         patch.setattr(run_execution, "measure_matmul_peak", lambda *_: 5e10)

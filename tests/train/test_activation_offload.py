@@ -1,4 +1,4 @@
-"""Activations in host memory: the same gradients, no tensor lost or mixed, and host buffers that are used again."""
+"""Activations in host memory: the same gradients, no tensor lost or confused, and reused host buffers."""
 
 from typing import Any
 
@@ -55,7 +55,9 @@ def test_gradients_are_the_same_to_the_bit(model: dict[str, Any], passes: int) -
 
 @pytest.mark.parametrize("experts", [0, 4])
 def test_only_what_the_backward_reads_goes_to_the_host(experts: int) -> None:
-    """Of each sublayer the residual stream in bfloat16 and 1 / RMS of its rows; of experts the router's logits too."""
+    """It is each sublayer's residual stream in bfloat16 and 1 / RMS of its rows;
+    for experts also the router's logits.
+    """
     moe = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 64} if experts else {}
     model = small.make(**moe)
     convert(model, "bf16", fused=True).set_checkpointing("block")
@@ -78,7 +80,7 @@ def test_two_graphs_at_once_do_not_share_host_memory() -> None:
     offload.attach(list(blocks))
     leaves = [torch.full((1024,), value, requires_grad=True) for value in (2.0, 3.0)]
     outputs = []
-    for leaf in leaves:  # both forwards before the first backward, as with preference pairs
+    for leaf in leaves:  # both forwards come before the first backward, as with preference pairs
         x = leaf
         for block in blocks:
             x = block(x)
@@ -88,13 +90,13 @@ def test_two_graphs_at_once_do_not_share_host_memory() -> None:
         assert leaf.grad is not None
         assert torch.equal(leaf.grad, (leaf * leaf**2 * leaf**4).detach())
     held = offload.host_bytes
-    assert held == 2 * 2 * 4096  # two blocks of two graphs; the last block stays
+    assert held == 2 * 2 * 4096  # two blocks of two graphs; the last block stays on the device
     del outputs, output, x
     x = leaves[0]
     for block in blocks:
         x = block(x)
     x.sum().backward()
-    assert offload.host_bytes == held  # the buffers of the finished graphs were used again
+    assert offload.host_bytes == held  # the buffers of the finished graphs were reused
 
 
 def test_a_graph_that_is_dropped_returns_its_buffers() -> None:
@@ -118,7 +120,7 @@ def test_it_needs_recomputed_fused_blocks() -> None:
 
 
 def test_buffers_of_another_size_are_not_kept() -> None:
-    """Of an attempt with more rows that did not fit, or of a stage that has ended."""
+    """They may be left by an attempt with more rows that did not fit, or by an earlier stage."""
     offload = ActivationOffload(CPU)
     block = Square()
     offload.attach([block, Square()])

@@ -1,4 +1,4 @@
-"""Runs with adapters, from a pretrained model to an export: what trains, what is kept, resumed to the last bit."""
+"""Runs with adapters, from a pretrained model to an export: what trains, what is saved, and bitwise resume."""
 
 import os
 import signal
@@ -77,7 +77,7 @@ def test_resumed_to_the_last_bit(
     weights = "model/model.safetensors"
     assert (stopped.run.path / weights).read_bytes() == (straight / weights).read_bytes()
     losses = [row["loss"] for row in rows(straight)]
-    assert sum(losses[-8:]) < sum(losses[:8])  # a step of 256 tokens alone says little
+    assert sum(losses[-8:]) < sum(losses[:8])  # a single step of 256 tokens is too noisy
 
 
 @pytest.mark.parametrize("base", ["nf4", pytest.param("int8", marks=pytest.mark.full)])
@@ -105,7 +105,7 @@ def test_adapters_of_experts_resume_to_the_last_bit_and_merge(
     adapted, merged = load_adapted_run(straight, pytest.fail).model, load_model(straight).model
     adapted.embed.output_dtype = torch.float32
     torch.testing.assert_close(merged(TOKENS), adapted(TOKENS), rtol=1e-4, atol=1e-4)
-    # With the original's weights instead of the rounded base, as `deskside export` does.
+    # With the original's weights instead of the rounded base, like `deskside export`.
     loaded = load_model(straight)
     assert merge_into_original(loaded, pytest.fail) == str(before)
     original, rounded = dict(load_model(before).model.named_parameters()), dict(merged.named_parameters())
@@ -119,17 +119,17 @@ def test_adapters_of_experts_resume_to_the_last_bit_and_merge(
 
 
 def begin(root: Path, wanted: RunConfig, name: str, pretrained: Path) -> None:
-    """For a child process."""
+    """Run in a child process: begin a run."""
     train(root, wanted, name, initial=given(pretrained))
 
 
 @pytest.mark.full
 def test_two_replicas_train_what_one_does(pretrained: Path, data: Path, tmp_path: Path) -> None:
-    """The same passes in both, one after the other or side by side, and so the same to the last bit.
+    """Both make the same passes, one after the other or in parallel, so the result is bitwise equal.
 
-    One pass of all rows would not do: BF16 rounds a gradient after the sum over its rows, and the first steps of
-    adapters at this rate make much of that: of six seeds, three went 1e-4 to 3e-3 apart, and all six stayed within
-    3e-7 in float32.
+    One pass of all rows would differ: BF16 rounds a gradient after the sum over its rows, and the
+    first steps of adapters at this rate amplify the difference. Of six seeds, three differed by 1e-4
+    to 3e-3, and all six by at most 3e-7 in float32.
     """
     passes = {"micro_tokens": 128}
     wanted = config(data, adapter={"rank": 4, "base": "int8"}, batch=passes, **ADAPTER)
@@ -160,7 +160,7 @@ def test_what_a_run_keeps_and_says(pretrained: Path, data: Path, tmp_path: Path)
     assert all(".adapter." in name for name in newest)
     states = load_file(run / "checkpoints" / checkpoints(run)[-1] / "optimizer.safetensors")
     assert sum(t.numel() for t in states.values() if t.ndim >= 2) == 2 * facts["trained_parameters"]
-    # The base is untouched, the model that is exported is not.
+    # The base is unchanged, and the exported model is not.
     before, after = load_model(pretrained).model, load_model(run).model
     opened = load_adapted_run(run, pytest.fail)
     assert opened.init == str(pretrained / "model")

@@ -1,4 +1,4 @@
-"""Every stage trains with the backends that were fastest at its own rows and window, and a resumed run keeps them."""
+"""Every stage trains with the backends that were fastest at its rows and window, and a resumed run keeps them."""
 
 import json
 from collections import Counter
@@ -24,13 +24,13 @@ FASTEST = {(16, None): "chunked", (16, 4): "reference", (32, None): "sdpa", (32,
 
 
 class Watched:
-    """Choices by the table above, and which backend computed what: (name, tokens, window)."""
+    """Records choices from the table above, and which backend computed what: (name, tokens, window)."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.asked: list[tuple[int, int | None]] = []
         self.used: Counter[tuple[str, int, int | None]] = Counter()
         monkeypatch.setattr(attention_backends, "choose_cached", self.choose)
-        monkeypatch.setattr(finalize, "samples", lambda *given: [])  # the engine attends in its own ways
+        monkeypatch.setattr(finalize, "samples", lambda *given: [])  # the engine uses its own attention
         for name in ("chunked", "reference", "sdpa"):
             object.__setattr__(BACKENDS[name], "function", self.counting(name, BACKENDS[name].function))
 

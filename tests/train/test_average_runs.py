@@ -1,4 +1,4 @@
-"""Runs that average their weights: what is evaluated, exported and loaded is the average; training is not changed."""
+"""Runs that average their weights: the average is evaluated, exported and loaded, and training is unchanged."""
 
 import json
 import math
@@ -62,7 +62,7 @@ def test_training_is_not_changed(runs: Path) -> None:
 
 
 def test_the_blend_is_evaluated_and_exported(runs: Path) -> None:
-    """By plain transformers, too."""
+    """Also by plain transformers."""
     run = runs / "averaged"
     summary = json.loads((run / "summary.json").read_text())
     entry = summary["average"]
@@ -124,7 +124,7 @@ def test_a_resumed_run_has_the_same_average(
 def test_blends_whose_loss_is_not_finite(
     losses: tuple[float, ...], chosen: float, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """None of them is the best; they are recorded as null, and the checkpoint that has them can be read."""
+    """None of them is the best. They are recorded as null, and the checkpoint that contains them can be read."""
     original, left = Evaluator.evaluate, list(losses)
 
     def evaluate(self: Evaluator, max_tokens: int | None) -> Evaluation:
@@ -146,7 +146,7 @@ def test_blends_whose_loss_is_not_finite(
 
 
 def test_a_damaged_average_is_noticed(data: Path, tmp_path: Path) -> None:
-    """Its checkpoint is not used; the one before it is. The raw weights of the step can still be loaded."""
+    """The earlier checkpoint is used instead. The raw weights of the damaged step can still be loaded."""
     run = tiny_run.train(tmp_path, tiny_run.config(data, average=EMA, **RUN)).run.path
     with (run / LAST / AVERAGE).open("r+b") as file:
         file.seek(-8, 2)
@@ -161,7 +161,7 @@ def test_a_damaged_average_is_noticed(data: Path, tmp_path: Path) -> None:
 def test_both_evaluations_have_their_share_of_the_time(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the averaged weights and of the raw ones: at most 5 % of the interval together."""
+    """Those of the averaged and of the raw weights take at most 5 % of the interval together."""
     virtual = tiny_run.VirtualTime(monkeypatch, lambda step: 0.5)
     original = objective.evaluate_dataset
 

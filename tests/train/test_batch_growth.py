@@ -1,4 +1,4 @@
-"""A batch that grows over the run: its stages, its learning rates, its passes, and the plan of it."""
+"""A growing batch: its stages, learning rates, passes, and plan."""
 
 import math
 from itertools import pairwise
@@ -103,14 +103,14 @@ def test_a_run_takes_these_batches_and_rates(
     assert tokens == [64] * 4 + [128] * 4 + [192] * 4 + [256] * 8
     assert passes == [n // 64 for n in tokens]
     assert [(f["micro_rows"], f["accumulation"]) for f in fit] == [(2, 1), (2, 2), (2, 3), (2, 4)]
-    # The first dry steps have two passes, as later steps have; only the largest batch gets one of its own.
+    # The first dry steps have two passes, like later steps. Only the largest batch gets a dry step with one pass.
     assert set(dry) <= {1, 2, 4} and dry[0] == 2 and dry.count(4) == 1
     mean = config.mean_step_tokens()
     assert [row["lr"] for row in rows] == pytest.approx([0.04 * math.sqrt(n / mean) for n in tokens])
 
 
 def test_without_growth_every_bit_is_that_of_stages_written_out(data: Path, tmp_path: Path) -> None:
-    """What grows is nothing but stages: the same run as with the same stages given."""
+    """A growing batch is implemented by stages, so the run equals one with these stages in its configuration."""
     schedule = {"length": "10 steps", "batch_growth": 2, "batch_growth_until": 0.5}
     batch = {"micro_tokens": 128}
     own = tiny_run.config(data, batch=batch, schedule=schedule)

@@ -1,4 +1,6 @@
-"""Logits of a run never exist for more tokens than `compute.loss_chunk_tokens`, in training and in evaluation."""
+"""A run never computes logits of more than `compute.loss_chunk_tokens` tokens
+at a time, in training and evaluation.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,6 @@
-"""Rows that processes share (`parallel.context`), over gloo: one process's outputs, gradients, runs and refusals."""
+"""Rows shared by processes (`parallel.context`), over gloo: outputs, gradients, runs
+and refusals, compared with one process.
+"""
 
 import itertools
 from dataclasses import replace
@@ -25,7 +27,8 @@ from tests.train import tiny_run
 from tests.train.test_parallel import close
 
 T, HEADS, KV_HEADS, HEAD_DIM = 48, 4, 2, 8
-BOUNDARIES = [0, 5, 13, 14, 40, 48, 48 + 25, 96]  # of two rows; cuts of chunks fall inside and onto documents
+# of two rows; chunk boundaries lie inside documents and between them
+BOUNDARIES = [0, 5, 13, 14, 40, 48, 48 + 25, 96]
 MASKS: dict[str, dict[str, Any]] = {
     "causal": {},
     "documents": {"cu_seqlens": BOUNDARIES},
@@ -61,7 +64,7 @@ def with_gradients(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, context: Atten
 
 
 def attend_in_parts(folder: Path, size: int) -> None:
-    """On each rank: outputs and gradients of its part of every mask, under autograd and explicitly."""
+    """Compute, on each rank, outputs and gradients of its part of every mask, under autograd and explicitly."""
     world = parallel.init_distributed("cpu", "auto", context=size)
     ranks = world.context
     assert ranks is not None and (world.readers, world.reader) == (world.size // size, world.rank // size)
@@ -137,9 +140,10 @@ RUNS: dict[str, dict[str, Any]] = {
     ],
 )
 def test_a_run_is_that_of_one_process(name: str, processes: int, data: Path, tmp_path: Path) -> None:
-    """In float32, where only the order of sums differs: losses within 1e-5, as for replicas.
+    """In float32, only the order of sums differs: losses agree within 1e-5, as for replicas.
 
-    Of four processes, two read the same rows. The balancing loss is that of a pass, so experts need the same passes.
+    Two of four processes read the same rows. The balancing loss is computed per
+    pass, so experts need the same passes.
     """
     changes = {"optim": ADAMW, "schedule": LENGTH, "evaluate": {"every": "6 steps"}, **RUNS[name]}
     alone = tiny_run.train(tmp_path, tiny_run.config(data, **changes), "alone").run.path
@@ -152,7 +156,7 @@ def test_a_run_is_that_of_one_process(name: str, processes: int, data: Path, tmp
 
 
 def test_a_run_goes_on_without_shared_rows_and_with_them(data: Path, tmp_path: Path) -> None:
-    """A checkpoint has whole weights. The number of processes that share rows belongs to the configuration."""
+    """A checkpoint has whole weights, and the configuration sets the number of processes that share rows."""
     changes = {"optim": ADAMW, "schedule": LENGTH, "checkpoint": {"every": "4 steps"}}
     alone = tiny_run.train(tmp_path, tiny_run.config(data, **changes), "alone").run.path
     config = tiny_run.config(data, **changes, parallel={"context": 2})
@@ -202,7 +206,7 @@ def test_the_backend_needs_shared_rows() -> None:
     "mask", [{}, {"documents": True}, {"window": 40}], ids=["causal", "documents", "window"]
 )
 def test_wrong_chunks_are_found(mask: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With plain torch in place of FlashAttention, which needs a card: what is right passes, what is wrong does not."""
+    """Plain torch replaces FlashAttention, which needs a GPU: correct chunks pass, and wrong ones do not."""
     problem_of_row = replace(need(T, AttentionContext()), dtype=torch.float32, **mask)
 
     def forward(q: Tensor, k: Tensor, v: Tensor, chunk: gathered.Chunk, context: AttentionContext) -> Any:

@@ -12,7 +12,7 @@ from tests.train import tiny_run
 def test_weight_decay_grows_with_the_epochs(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twice the decay at twice the epochs from which it grows, none below, and the same after a resume."""
+    """It is twice as large at twice the epochs at which it starts to grow, zero below, and the same after a resume."""
     decays: list[float] = []
     original = run_execution.build
 

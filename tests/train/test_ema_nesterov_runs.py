@@ -1,4 +1,4 @@
-"""A run with EMA-Nesterov: weights are converted again after they have moved."""
+"""A run with EMA-Nesterov converts the weights again after they have moved."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ MOVING = {
 }
 RUN: dict[str, Any] = {
     "schedule": {"length": "8 steps"},
-    "batch": {"micro_tokens": 128},  # two passes: converted weights are kept from the first to the second
+    "batch": {"micro_tokens": 128},  # two passes: converted weights are cached from the first to the second
     "compute": {"compile": "fused"},
     "precision": {"name": "bf16"},
 }

@@ -1,4 +1,4 @@
-"""Runs of a mixture of experts: its metrics, and biases that are updated, resumed and alike on all processes."""
+"""Runs of a mixture of experts: metrics, and router biases that are updated, resumed and equal on all processes."""
 
 import json
 from pathlib import Path
@@ -88,7 +88,7 @@ def test_two_processes_update_the_biases_like_one(balanced: Path, data: Path, tm
     child = tiny_run.call(tiny_run.train, tmp_path, config, "two", log=tmp_path / "log", ranks=2)
     assert child.wait() == 0, child.text()
     one, two = rows(balanced), rows(tmp_path / "two")
-    # Equal counts at first; later rounding differs, so that a token near a tie chooses another expert.
+    # Counts are equal at first. Later rounding differs, so a token near a tie chooses another expert.
     assert two[9]["experts"]["load"] == one[9]["experts"]["load"]
     assert all(map(torch.equal, biases(tmp_path / "two", 10), biases(balanced, 10)))
     assert two[-1]["loss"] == pytest.approx(one[-1]["loss"], abs=1e-3)

@@ -1,4 +1,4 @@
-"""Kills at random moments, damaged checkpoints, a full disk: the run comes back and ends as if nothing had been."""
+"""Kills at random moments, damaged checkpoints and full disks: the run resumes and ends like an undisturbed one."""
 
 import errno
 import json
@@ -51,7 +51,7 @@ def wait_for(true: Callable[[], bool], child: tiny_run.Child, seconds: float = 6
     [(3, 1), pytest.param(50, 1, marks=pytest.mark.full), pytest.param(20, 2, marks=pytest.mark.full)],
 )
 def test_kills_at_random_moments(kills: int, ranks: int, data: Path, tmp_path: Path) -> None:
-    """A checkpoint is written at every step, so that about every second kill falls into writing one."""
+    """A checkpoint is written at every step, so about every second kill falls into a write."""
     rng = random.Random(kills)
     config = tiny_run.config(
         data,
@@ -63,7 +63,7 @@ def test_kills_at_random_moments(kills: int, ranks: int, data: Path, tmp_path: P
     child = first(tmp_path, "run", config, log, ranks)
     for _ in range(kills):
         seen = len(rows(run))
-        if rng.random() < 0.15:  # while it starts, when it cuts the metrics and reads the checkpoint
+        if rng.random() < 0.15:  # during the start, which truncates the metrics and reads the checkpoint
             time.sleep(rng.uniform(0.0, 0.4))
         else:
             wait_for(lambda seen=seen: len(rows(run)) > seen, child)  # type: ignore[misc]
@@ -79,8 +79,8 @@ def test_kills_at_random_moments(kills: int, ranks: int, data: Path, tmp_path: P
         assert steps == list(range(1, len(steps) + 1))
         good = files.newest_good(run / "checkpoints", lambda text: pytest.fail(text))
         if steps:
-            # A step is in the file after the checkpoint of the step before it was begun, and one is begun after the
-            # one before it is published.
+            # A step is logged after the previous step's checkpoint was begun, and a checkpoint is begun after the one
+            # before it is published.
             assert good is not None and good.step >= steps[-1] - 2
         assert (good.step if good else 0) >= done
         done = good.step if good else 0
@@ -101,7 +101,7 @@ def test_kills_at_random_moments(kills: int, ranks: int, data: Path, tmp_path: P
 
 
 def with_lost_output(how: str, root: Path, config: RunConfig) -> None:
-    """`command_like` with standard output and standard error on a pipe that nobody reads, or on a full disk."""
+    """Run `command_like` with standard output and standard error on a pipe that nobody reads, or on a full disk."""
     if how == "pipe":
         reading, lost = os.pipe()
         os.close(reading)
@@ -109,7 +109,7 @@ def with_lost_output(how: str, root: Path, config: RunConfig) -> None:
         lost = os.open("/dev/full", os.O_WRONLY)
     for number in (1, 2):
         os.dup2(lost, number)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # the old ones remember a file
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # the old streams remember a file
     command_like(root, config)
 
 
@@ -127,12 +127,14 @@ def test_a_run_goes_on_when_nobody_listens(how: str, data: Path, tmp_path: Path)
 
 
 class Stopped(BaseException):
-    """Ends a run in this process as a kill would."""
+    """Ends a run in this process like a kill."""
 
 
 @pytest.fixture(scope="module")
 def broken_off(data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 30 steps that was stopped at step 25, with checkpoints of steps 10 and 20, and its straight twin."""
+    """A run of 30 steps that was stopped at step 25, with checkpoints of steps 10
+    and 20, and its uninterrupted twin.
+    """
     folder = tmp_path_factory.mktemp("broken")
     config = tiny_run.config(data, schedule={"length": "30 steps"})
     tiny_run.train(folder, config, "straight")
@@ -173,7 +175,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize(
     "name, how",
     [
-        # All of them in make test-full; here every file once and every damage once.
+        # make test-full covers all of them. Here, every file occurs once and every kind of damage once.
         pytest.param(name, how, marks=[] if number % len(DAMAGE) == file % len(DAMAGE) else pytest.mark.full)
         for file, name in enumerate(
             ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
@@ -190,7 +192,7 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(
     tiny_run.resume(run)
     for told in (" ".join(capfd.readouterr().err.split()), tiny_run.events(run)):
         assert "checkpoint of step 20 is not used" in told and "resumed at step 10" in told
-    # A flipped bit in the manifest may make another file seem wrong: a name in it, or a checksum.
+    # A flipped bit in the manifest, in a name or a checksum, may make another file seem wrong.
     assert f"step-000000020/{'' if name == 'manifest.json' else name}" in tiny_run.events(run)
     assert curve(run) == curve(broken_off / "straight")
     assert tiny_run.checkpoints(run) == ["damaged-step-000000020", "step-000000020", "step-000000030"]
@@ -243,7 +245,7 @@ STATES = [("step", 19), ("step", -1), ("schema_version", 2), ("rows", []), ("row
 
 @pytest.mark.parametrize("key, value", STATES)
 def test_a_state_that_was_edited_is_named(key: str, value: object, broken_off: Path, tmp_path: Path) -> None:
-    """With a manifest that was made to agree, so that the checksum says nothing."""
+    """The manifest was edited too, so its checksum matches."""
     run = copy(broken_off, tmp_path)
     path = run / "checkpoints" / "step-000000020"
     state = json.loads((path / "state.json").read_text())
@@ -284,7 +286,9 @@ def test_damaged_json_of_the_run_is_named(name: str, broken_off: Path, tmp_path:
 
 
 def limited(root: Path, config: RunConfig, what: str) -> None:
-    """A run that may write no more of `what` after its checkpoint of step 10: files have a largest size from then."""
+    """Run with a limit that stops writes of `what` after the checkpoint of step
+    10: files have a maximum size from then on.
+    """
     original = files.save
 
     def refuse(temporary: Path, final: Path, state: Any) -> None:
@@ -319,13 +323,14 @@ def limited(root: Path, config: RunConfig, what: str) -> None:
 def test_a_file_that_may_not_grow_stops_the_run_and_harms_nothing(
     what: str, mode: str, ranks: int, told: str, data: Path, tmp_path: Path
 ) -> None:
-    """Like a full disk, without a file system of its own; of shards every process says the same."""
+    """It behaves like a full disk, without a separate file system. With shards, every process reports the same."""
     config = tiny_run.config(data, schedule={"length": "30 steps"}, parallel={"mode": mode})
     log, run = tmp_path / "log", tmp_path / "run"
     child = tiny_run.call(limited, tmp_path, config, what, log=log, ranks=ranks)
     child.wait()
     assert [p.exitcode for p in child.processes] == [1] * ranks, child.text()
-    beside = r"warning: |trains |step 1/30 |\d+ tokens per step|training waits: "  # the last one if the machine is busy
+    # it may be the last step on a busy machine
+    beside = r"warning: |trains |step 1/30 |\d+ tokens per step|training waits: "
     lines = [line for line in child.text().splitlines() if not re.match(beside, line)]
     assert len({re.sub(r"\d+ MiB", "", line) for line in lines}) == 1 and len(lines) == ranks, child.text()
     assert told in lines[0] and str(run) in lines[0]
@@ -342,7 +347,7 @@ def test_a_file_that_may_not_grow_stops_the_run_and_harms_nothing(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 4 MiB of its own."""
+    """A separate file system of 4 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
@@ -370,7 +375,7 @@ def fill(disk: Path, leave: int) -> Path:
 def test_a_full_disk_stops_the_run_and_harms_nothing(
     leave: int, every: int, what: str, data: Path, small_disk: Path, tmp_path: Path
 ) -> None:
-    """With 200 kB left the next checkpoint does not fit, with nothing left the metrics do not."""
+    """With 200 kB left, the next checkpoint does not fit; with nothing left, the metrics do not."""
     length = {"length": f"{2 * every} steps"}
     config = tiny_run.config(
         data, schedule=length, batch={"tokens": 1024}, checkpoint={"every": f"{every} steps"}
@@ -381,7 +386,8 @@ def test_a_full_disk_stops_the_run_and_harms_nothing(
     wait_for(lambda: len(rows(run)) >= every + 3, child)
     filler = fill(small_disk, leave)
     assert child.wait() == 1, child.text()
-    beside = ("warning: ", "trains ", "step ", "training waits: ")  # the last one if the machine is busy
+    # it may be the last step on a busy machine
+    beside = ("warning: ", "trains ", "step ", "training waits: ")
     lines = [line for line in child.text().splitlines() if not line.startswith(beside)]
     assert len(lines) == 1 and str(run) in lines[0], lines
     assert what in lines[0] and ("No space left" in lines[0] or "disk is full" in lines[0])
@@ -391,7 +397,7 @@ def test_a_full_disk_stops_the_run_and_harms_nothing(
     for checkpoint in good:
         files.verify(checkpoint)
 
-    # Still full: the run does not get anywhere, and says so again.
+    # The disk is still full: the run makes no progress, and reports it again.
     again = tiny_run.command([*RESUME, str(run)], log)
     assert again.wait() == 1 and "Traceback" not in again.text() and "this is a bug" not in again.text()
     filler.unlink()
@@ -401,7 +407,7 @@ def test_a_full_disk_stops_the_run_and_harms_nothing(
 
 
 def test_a_disk_that_is_full_before_the_first_step(data: Path, small_disk: Path) -> None:
-    """The tokenizer is the first large file of a run. Nothing of the run is left, and the line names the copy."""
+    """The tokenizer is the run's first large file. Nothing of the run is left, and the message names the copy."""
     size = (data / "tokenizer.json").stat().st_size
     fill(small_disk, size // 2 + 8192)
     with pytest.raises(RunError, match=r"disk/run/tokenizer\.json: cannot be written: No space left"):
@@ -410,7 +416,7 @@ def test_a_disk_that_is_full_before_the_first_step(data: Path, small_disk: Path)
 
 
 def command_like(root: Path, config: object) -> None:
-    """A run with the command line's handling of errors."""
+    """Run with the command line's error handling."""
     from deskside.cli import main as cli
 
     def train(argv: object) -> int:

@@ -1,4 +1,4 @@
-"""What a run imports until its first step is done. In processes of their own, because imports stay."""
+"""Modules that a run imports before its first step has ended, in separate processes because imports persist."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 from tests.train import tiny_run
 
-# Seconds each; only compiled and sharded runs need them.
+# Each takes seconds to import, and only compiled and sharded runs need them.
 HEAVY = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "torch.distributed.checkpoint")
 
 STEP = """
@@ -29,7 +29,7 @@ print(json.dumps([timer.losses, sorted(sys.modules)]))
 """
 
 
-# Torch's operators are what the emulated formats' halves are differentiated with: that imports sympy.
+# The emulated formats' sublayers are differentiated with torch's operators, which imports sympy.
 @pytest.mark.parametrize("precision, heavy", [("fp32", {*HEAVY, "sympy"}), ("fp8-delayed", {*HEAVY})])
 def test_a_first_step_imports_no_compiler_and_no_sharding(precision: str, heavy: set[str]) -> None:
     done = subprocess.run(

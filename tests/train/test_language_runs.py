@@ -1,4 +1,4 @@
-"""Runs on data in two languages: each is evaluated, and drawn with a temperature."""
+"""Runs on data in two languages: each language is evaluated, and languages are sampled with a temperature."""
 
 import json
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_each_language_is_evaluated(languages: Path, tmp_path: Path) -> None:
 
 
 def test_prompts_of_samples_have_whole_characters(tmp_path: Path) -> None:
-    """A prompt of eight tokens, many of them parts of a character, may end within a character."""
+    """A prompt of eight tokens, many of them parts of a character, could end within a character."""
     letters = [chr(0x0B85 + n) for n in (0, 1, 2, 3, 4, 5, 9, 10)]
     texts = ["".join(letters[(n * k + k) % 8] for k in range(60)) for n in range(60)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -83,7 +83,7 @@ class Stop(Callback):
 
 
 def test_drawn_with_a_temperature_and_resumed(languages: Path, tmp_path: Path) -> None:
-    """Resumed to the last bit; the plan and the summary have the epochs that were counted row by row."""
+    """The resumed run is bitwise equal. The plan and the summary have the epochs counted row by row."""
     config = tiny_run.config(
         languages, data={"language_temperature": 5.0}, schedule={"length": "20 steps"}, batch={"tokens": 512}
     )
@@ -111,7 +111,7 @@ def test_drawn_with_a_temperature_and_resumed(languages: Path, tmp_path: Path) -
 
 
 def test_epochs_over_stages(languages: Path, tmp_path: Path) -> None:
-    """Rows of 16 tokens in the first half and of 32 in the second: both halves count."""
+    """The first half has rows of 16 tokens and the second of 32, and both count."""
     stages = [{"until": 0.5, "sequence_length": 16}, {"until": 1.0, "sequence_length": 32}]
     config = tiny_run.config(
         languages, data={"language_temperature": 2.0}, schedule={"length": "10 steps", "stages": stages}

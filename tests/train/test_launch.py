@@ -1,6 +1,6 @@
-"""`--gpus`: the same run as under torchrun, one message, one exit code, and no process that outlives the others.
+"""`--gpus` gives the same run as torchrun, one message, one exit code, and no process outlives the others.
 
-Most tests start a small program in place of `deskside`: it does what a test wants of each rank.
+Most tests start a small program in place of `deskside`, which does what a test needs on each rank.
 """
 
 import json
@@ -45,7 +45,9 @@ def others_started(count):
 
 @pytest.fixture
 def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """Makes a program of a body, which `launch` starts instead of deskside. Returns the folder of its pids."""
+    """Return a function that makes a program from a body. `launch` starts it instead of
+    deskside. Yields the folder of its pids.
+    """
 
     def make(body: str) -> Path:
         folder, file = tmp_path / "pids", tmp_path / "program.py"
@@ -60,7 +62,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process runs. One that has ended but was not collected does not."""
+    """Return True if a process is running and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -131,7 +133,7 @@ def test_a_failure_ends_all_and_says_why_once(
 
 
 def in_a_process(log: Path) -> "subprocess.Popen[bytes]":
-    """A launch of two programs, in a process that can be killed and has nothing else to do."""
+    """Launch two programs from a separate process that can be killed."""
     patience = "launch.STOP_SECONDS = launch.SETTLE_SECONDS = launch.GRACE_SECONDS = 1"
     launching = f"from deskside.train import launch; {patience}; sys.exit(launch.launch([], 2))"
     code = f"import sys; sys.executable = {sys.executable!r}; {launching}"
@@ -146,7 +148,7 @@ def test_only_rank_0_prints(program: Callable[[str], Path], capfd: pytest.Captur
 
 
 def test_each_launch_has_its_own_rendezvous(program: Callable[[str], Path], tmp_path: Path) -> None:
-    """Two launches at the same time."""
+    """Two launches run at the same time."""
     folder = program(
         "import json; names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'LOCAL_WORLD_SIZE', 'MASTER_PORT')\n"
         "json.dump([os.environ[name] for name in names], open(os.path.join(folder, str(os.getpid())), 'w'))\n"
@@ -160,7 +162,7 @@ def test_each_launch_has_its_own_rendezvous(program: Callable[[str], Path], tmp_
 
 
 def started(folder: Path) -> list[int]:
-    """The process ids of two programs that hang, once both do."""
+    """Return the process ids of two programs that hang, once both do."""
     deadline = time.monotonic() + 60
     while len(texts := [path.read_text() for path in folder.iterdir()]) < 2 or not all(texts):
         assert time.monotonic() < deadline
@@ -191,7 +193,9 @@ hang()
 
 @pytest.mark.parametrize("ends_at", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_a_second_ctrl_c_does_not_wait(ends_at: int, program: Callable[[str], Path], tmp_path: Path) -> None:
-    """The first is for saving. After the second, rank 0 may end and rank 1 hangs, or both hang until the third."""
+    """The first Ctrl-C asks for a checkpoint. After the second, rank 0 may end while
+    rank 1 hangs, or both hang until the third.
+    """
     folder = program(INTERRUPTED.format(ends_at=ends_at))
     process = in_a_process(tmp_path / "log")
     pids = started(folder)
@@ -269,7 +273,7 @@ LAUNCHERS: list["subprocess.Popen[bytes]"] = []
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    """A failed test leaves no processes either: they end with their launcher."""
+    """Leave no processes after a failed test either: they end with their launcher."""
     yield
     while LAUNCHERS:
         LAUNCHERS.pop().kill()
@@ -288,7 +292,7 @@ def run_of(folder: Path, data: Path, name: str) -> tuple["subprocess.Popen[bytes
 
 @pytest.mark.full
 def test_the_same_run_as_under_torchrun_whoever_is_killed(data: Path, tmp_path: Path) -> None:
-    """Rank 1 is killed, and later the launcher; resumed twice, the run is torchrun's, to the last bit."""
+    """Rank 1 is killed, and later the launcher. Resumed twice, the run is bitwise equal to torchrun's."""
     first, run = run_of(tmp_path, data, "killed")
     kill_at_step(
         run,

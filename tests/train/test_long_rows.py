@@ -76,7 +76,7 @@ def test_the_engine_takes_16k_prompts(trained: Path) -> None:
 
 
 def test_yarn_lengthens_a_trained_model(long_data: Path, tmp_path: Path) -> None:
-    """A run on rows of 2,048 goes on with rows of 16,384, and its export has the new frequencies."""
+    """A run on rows of 2,048 continues with rows of 16,384, and its export has the new frequencies."""
     short = tiny_run.config(
         long_data, model={**SHORT, "max_position_embeddings": 2048}, schedule={"length": "3 steps"}
     )

@@ -31,7 +31,7 @@ def test_the_loss_of_the_next_token_is_reported_alone(runs: dict[str, Path]) -> 
     assert multi[0]["loss"] == pytest.approx(plain[0]["loss"], abs=1e-6)  # the same weights and data
     assert multi[0]["grad_norm"] > plain[0]["grad_norm"]
     future = [row["future_token_loss"] for row in multi]
-    # Documents have ten words, so that almost every token has two later ones; all are as unlikely at first.
+    # Documents have ten words, so almost every token has two later ones, and all are equally unlikely at first.
     assert future[0] == pytest.approx(0.75 * multi[0]["loss"], rel=0.1)
     assert all(loss > 0 for loss in future[:6]) and future[6:] == [0.0] * 3
     assert future[4] < 0.6 * multi[4]["loss"]
@@ -44,7 +44,7 @@ def test_passes_change_only_the_order_of_sums(runs: dict[str, Path]) -> None:
 
 
 def test_the_export_is_that_of_a_plain_model(runs: dict[str, Path]) -> None:
-    """The same configuration, and tensors of the same names and shapes."""
+    """Configuration, tensor names and shapes are the same."""
     models = [runs[name] / "model" for name in ("plain", "one pass")]
     assert len({(model / "config.json").read_text() for model in models}) == 1
     tensors = [load_file(model / "model.safetensors") for model in models]

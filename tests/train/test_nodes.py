@@ -1,7 +1,7 @@
-"""Two nodes: what they must share is checked on all of them; a run survives the loss of one without a trace.
+"""Two nodes: what they must share is checked on all of them, and a run survives the loss of one without a trace.
 
-The nodes are network namespaces with a cable (veth) between them, their own host names and mounts. Making them needs
-root and Linux; the checks themselves are also tested with two processes.
+The nodes are network namespaces with a virtual cable (veth) between them, and their own host names and mounts.
+Creating them needs root and Linux. The checks themselves are also tested with two processes.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ BLIND = 2  # exit code of wrong usage
 
 
 def check(folder: Path, name: str) -> None:
-    """In each of two processes, which play nodes: run the check of this name on what only one of them has."""
+    """Run a check in each of two processes, which play nodes, with files that only one of them has."""
     os.environ["LOCAL_WORLD_SIZE"] = "1"
     world = parallel.init_distributed("cpu", "auto")
     own = folder / str(world.rank)
@@ -53,11 +53,12 @@ def test_all_ranks_refuse_what_one_lacks(name: str, same: bool, tmp_path: Path) 
 
 
 def test_the_node_without_the_run_is_named() -> None:
-    """Also if it is that of rank 0."""
+    """It is named also if it is rank 0's node."""
     for views in ([("a", "1"), ("b", "")], [("b", ""), ("a", "1")]):
         with pytest.raises(UsageError, match="b does not see the run that a sees"):
             nodes._refuse_blind(views, Path("runs/x"))
-    nodes._refuse_blind([("a", ""), ("b", "")], Path("runs/x"))  # `RunDirectory.open` says that there is none
+    # `RunDirectory.open` reports that there is none
+    nodes._refuse_blind([("a", ""), ("b", "")], Path("runs/x"))
 
 
 def test_a_node_that_vanishes_before_the_check_is_one_line(
@@ -74,7 +75,7 @@ def test_a_node_that_vanishes_before_the_check_is_one_line(
     view = json.dumps(("other", ""))
     store.set("deskside/run/0/1", view)
     nodes.check_resumed_run_is_shared(tmp_path)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # what the node saw before it was restarted is old
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # what the node saw before its restart is outdated
     with pytest.raises(RunError):
         nodes.check_resumed_run_is_shared(tmp_path)
 
@@ -92,7 +93,7 @@ def test_node_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Cable:
-    """Two network namespaces that are connected by a pair of virtual network cards."""
+    """Two network namespaces connected by a pair of virtual network interfaces."""
 
     def __init__(self, folder: Path):
         self.folder, self.names = folder, [f"deskside{os.getpid()}{letter}" for letter in "ab"]
@@ -134,14 +135,14 @@ class Cable:
             subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
     def pids(self, name: str) -> list[int]:
-        """Everything that runs on a node."""
+        """Return the ids of all processes on a node."""
         done = subprocess.run(["ip", "netns", "pids", name], check=False, capture_output=True, text=True)
         return [int(pid) for pid in done.stdout.split()]
 
     def start(
         self, node: int, arguments: list[str], log: str, before: str = "true"
     ) -> "subprocess.Popen[bytes]":
-        """`torchrun ... deskside ARGUMENTS` on a node, after a shell command that sees its own mounts."""
+        """Start `torchrun ... deskside ARGUMENTS` on a node, after a shell command that sees its own mounts."""
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
         torchrun += [
             "--rdzv-backend",
@@ -201,7 +202,9 @@ def cable(tmp_path: Path) -> Iterator[Cable]:
     "mode, lost", [("auto", 1), ("shard", 0)], ids=["replicas, second node", "sharded, first node"]
 )
 def test_a_lost_node_leaves_no_trace(mode: str, lost: int, data: Path, cable: Cable, tmp_path: Path) -> None:
-    """Kill everything on a node; the other stops; both resume; losses and weights are those of a run left alone."""
+    """Everything on one node is killed, and the other stops. Both resume, and losses and
+    weights equal those of an undisturbed run.
+    """
     config = preset(tmp_path, data, parallel={"mode": mode}, batch=SLOWER)
     new = ["train", config, "--runs", str(tmp_path / "runs"), "--name"]
 
@@ -235,7 +238,7 @@ def test_a_run_on_one_nodes_own_disk_is_refused_by_both(data: Path, cable: Cable
         return [cable.start(0, arguments, f"{log}-0"), cable.start(1, arguments, f"{log}-1", before=own_disk)]
 
     new = ["train", config, "--runs", str(runs), "--name", "one"]
-    assert [node.wait(120) for node in both(new, "new")] == [1, 1]  # torchrun's code for any failure
+    assert [node.wait(120) for node in both(new, "new")] == [1, 1]  # torchrun's exit code for any failure
     assert list(runs.iterdir()) == []
     assert tiny_run.program(new, tmp_path / "alone").wait(120) == 0
     (runs / "one" / "summary.json").unlink()

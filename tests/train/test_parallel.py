@@ -1,4 +1,4 @@
-"""Two processes over gloo: the same sums, the same losses as one process, and FSDP2 with its sharded checkpoints."""
+"""Two processes over gloo: the same sums and losses as one process, and FSDP2 with its sharded checkpoints."""
 
 import json
 import signal
@@ -15,7 +15,7 @@ from tests.train import tiny_run
 from tests.train.tiny_run import curve, kill_at_step, rows
 
 LENGTH = {"length": "30 steps"}
-# Orthogonalising makes much of the last bits of small singular values, so Muon drifts apart sooner.
+# Orthogonalization amplifies the last bits of small singular values, so Muon diverges sooner.
 WITHIN = {"adamw": 1e-5, "muon": 1e-3}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
@@ -78,7 +78,7 @@ def in_ranks(folder: Path, config: RunConfig, name: str, ranks: int = 2) -> tiny
     ids=["muon on 2", "muon on 3", "adamw on 2"],
 )
 def test_processes_train_like_one(optim: dict[str, Any], ranks: int, data: Path, tmp_path: Path) -> None:
-    """The same global batch, split among them, in one pass or in two."""
+    """The global batch is the same, split among them, in one pass or in two."""
     batch = {"sequence_length": 32, "tokens": ranks * 128}
     settings = {"optim": optim, "batch": batch, "schedule": LENGTH, "dropout": 0.1}
     config = tiny_run.config(data, evaluate={"every": "10 steps"}, **settings)
@@ -96,7 +96,7 @@ def test_processes_train_like_one(optim: dict[str, Any], ranks: int, data: Path,
 
 
 def _writes_at_once(config: RunConfig) -> RunConfig:
-    """Without background writes. On a busy machine, a kill may come before one of them is published."""
+    """Disable background writes. On a busy machine, a kill could come before one of them is published."""
     return config.model_copy(
         update={"checkpoint": config.checkpoint.model_copy(update={"background": False})}
     )
@@ -114,7 +114,7 @@ def _writes_at_once(config: RunConfig) -> RunConfig:
 def test_a_run_goes_on_with_another_number_of_processes(
     optim: str, before: int, after: int, data: Path, tmp_path: Path
 ) -> None:
-    """The same rows in the same order; only the order of sums differs. With Muon, matrices change their owner."""
+    """The rows and their order are the same, and only the order of sums differs. With Muon, matrices change owners."""
     batch = {"sequence_length": 32, "tokens": 384}
     config = tiny_run.config(data, optim={"name": optim}, batch=batch, schedule=LENGTH)
     alone = tiny_run.train(tmp_path, config, "alone").run.path
@@ -197,7 +197,7 @@ def test_shards_train_like_one_process_and_resume_exactly(
     weights = "model/model.safetensors"
     assert (run / weights).read_bytes() == (tmp_path / "straight" / weights).read_bytes()
 
-    # Everything that reads a run reads this one too: the export, and the sharded checkpoint itself.
+    # Everything that reads a run can read this one: the export, and the sharded checkpoint itself.
     from transformers import AutoModelForCausalLM
 
     from deskside.weights.load import load_model
@@ -227,7 +227,7 @@ def test_a_sharded_run_of_four_processes_resumes_on_two(data: Path, tmp_path: Pa
 
 @pytest.mark.full
 def test_a_sharded_run_killed_before_its_first_step(data: Path, tmp_path: Path) -> None:
-    """Its checkpoint of step 0 loads, though no step has made an optimizer state yet."""
+    """Its checkpoint of step 0 can be loaded, though no step has created an optimizer state yet."""
     config = tiny_run.config(
         data, parallel={"mode": "shard"}, schedule={"length": "12 steps"}, checkpoint={"every": "1000 steps"}
     )
@@ -254,7 +254,7 @@ def test_a_sharded_run_says_how_it_must_be_resumed(data: Path, tmp_path: Path) -
 
 
 def fail_on_the_first(root: Path, config: RunConfig) -> None:
-    """Rank 0 finds the disk full at step 10, and it alone."""
+    """Run with a disk that is full at step 10, but only for rank 0."""
     from deskside.weights import checkpoint
 
     original = checkpoint.save
@@ -277,14 +277,14 @@ def test_when_one_process_fails_the_other_ends_too(data: Path, tmp_path: Path) -
 
 
 class LateWork:
-    """A broadcast that begins when somebody waits for it."""
+    """A broadcast that begins only when a caller waits for it."""
 
     def __init__(self, begin: Any):
         self.wait = begin
 
 
 def train_late(root: Path, config: RunConfig, name: str, reads_weights: bool) -> None:
-    """Train with new weights that arrive as late as they may: a reader that does not wait reads old ones."""
+    """Train with new weights that arrive as late as possible, so that a reader that does not wait reads old ones."""
     import torch.distributed as dist
 
     from deskside.train.loop.step import Stepper
@@ -310,7 +310,7 @@ def train_late(root: Path, config: RunConfig, name: str, reads_weights: bool) ->
 
 @pytest.mark.parametrize("compile", ["off", "fused"])
 def test_whoever_reads_new_weights_waits_for_them(compile: str, data: Path, tmp_path: Path) -> None:
-    """Passes, evaluations, checkpoints and the export are those of a run whose weights arrive at once."""
+    """Passes, evaluations, checkpoints and the export equal those of a run whose weights arrive at once."""
     changes: dict[str, Any] = {
         "compute": {"compile": compile},
         "schedule": {"length": "9 steps"},

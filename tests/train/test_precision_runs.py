@@ -1,4 +1,4 @@
-"""Runs below 16 bits: one that is killed and resumed is the one that was not, to the last bit; replicas agree."""
+"""Runs below 16 bits: a killed and resumed run is bitwise equal to an uninterrupted one, and replicas agree."""
 
 from pathlib import Path
 from typing import Any
@@ -69,7 +69,7 @@ def same(run: Path, other: Path) -> None:
 def test_killed_and_resumed(
     name: str, changes: dict[str, Any], ranks: int, data: Path, tmp_path: Path
 ) -> None:
-    """Killed at step 25, resumed at 20: with delayed scaling the history of 16 steps is in the checkpoint."""
+    """Killed at step 25 and resumed at 20. With delayed scaling, the checkpoint contains the history of 16 steps."""
     config = settings(data, name, **changes)
     child = tiny_run.call(tiny_run.train, tmp_path, config, log=tmp_path / "log", ranks=ranks)
     run = tmp_path / "run"
@@ -84,7 +84,7 @@ def test_killed_and_resumed(
 
 
 def test_a_recipe_learns_as_well_as_fp32(data: Path, tmp_path: Path) -> None:
-    """Same seed and data: a recipe whose gradients were wrong would be far off."""
+    """With the same seed and data, a recipe with wrong gradients would differ by much more."""
     final = {}
     batch = {"sequence_length": 32, "tokens": 512}
     for name in ("fp32", "fp8-delayed", "nvfp4"):
@@ -111,7 +111,7 @@ def test_experts_learn_as_well_as_in_fp32(data: Path, tmp_path: Path) -> None:
 
 
 def poisoned(root: Path, config: tiny_run.RunConfig) -> None:
-    """In step 7 one of two processes sees a value that saturation hides: neither may take the step."""
+    """In step 7, one of two processes has a value that saturation hides. Neither may take the step."""
     original = Stepper.forward_backward
 
     def forward_backward(stepper: Stepper, batches: Any) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A Qwen3-MoE that transformers made, trained here and there: the same losses and the same weights."""
+"""A Qwen3-MoE created by transformers, trained here and there: the same losses and weights."""
 
 import shutil
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def published(folder: Path, data: Path, **changes: Any) -> Any:
 def test_steps_are_those_of_transformers(
     compile: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loss, load-balancing loss, clipping and AdamW in float32. transformers and torch.optim do the other half."""
+    """Loss, load-balancing loss, clipping and AdamW in float32, compared with transformers and torch.optim."""
     theirs = published(tmp_path / "hf", data)
     seen: list[Batch] = []
     original = Stepper.run

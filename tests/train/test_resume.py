@@ -1,4 +1,4 @@
-"""A run that is stopped at any place and resumed is the run that was never stopped, to the last bit of every loss."""
+"""A run that is stopped anywhere and resumed equals one that was never stopped, to the last bit of every loss."""
 
 import json
 import os
@@ -15,11 +15,12 @@ from tests.train import tiny_run
 from tests.train.tiny_run import curve, kill_at_step, plan, rows, settings
 
 STEPS = 60
-SLOWER = {"sequence_length": 32, "tokens": 1024}  # about 15 ms a step: time to be killed at a chosen one
+# about 15 ms a step: enough time to be killed at a chosen one
+SLOWER = {"sequence_length": 32, "tokens": 1024}
 
 
 def as_toml(config: dict[str, Any]) -> str:
-    """The configuration as a preset file."""
+    """Return the configuration as a preset file."""
     lines = []
     for part, values in config.items():
         lines.append(f"[{part}]")
@@ -38,7 +39,7 @@ def arguments(folder: Path, name: str, file: str) -> list[str]:
 
 
 def straight(folder: Path, config: RunConfig, ranks: int = 1) -> Path:
-    """The run that nothing stopped: in this process, or in a child for each rank."""
+    """Run without interruption, in this process, or in a child process for each rank."""
     if ranks == 1:
         tiny_run.train(folder, config, "straight")
     else:
@@ -58,7 +59,7 @@ def check_same(run: Path, straight: Path, steps: int = STEPS) -> None:
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_kill_9_and_resume_as_a_person_does(ranks: int, data: Path, tmp_path: Path) -> None:
-    """Commands started from nothing (under torchrun for two), killed with SIGKILL once step 25 is in the file."""
+    """Commands start as new processes (under torchrun for two), and are killed with SIGKILL once step 25 is logged."""
     file = preset(tmp_path, data, batch=SLOWER)
     first = tiny_run.program(arguments(tmp_path, "killed", file), tmp_path / "log", ranks)
 
@@ -220,7 +221,7 @@ def test_a_signal_saves_at_the_next_step_and_shows_in_the_exit_code(
     assert child.wait() == 128 + number, child.text()
     assert {process.exitcode for process in child.processes} == {128 + number}
     at = rows(run)[-1]["step"]
-    # One step may be in flight when the signal comes, and one may end before it is looked at.
+    # One step may be in flight when the signal arrives, and one may end before it is handled.
     assert seen <= at <= seen + 4 and tiny_run.checkpoints(run)[-1] == f"step-{at:09d}"
     assert f"{number.name}: saved at step {at}" in child.text()
     said = [json.loads(line) for line in child.text().splitlines() if line.startswith("{")]
@@ -239,7 +240,7 @@ def test_a_finished_run_is_not_resumed(data: Path, tmp_path: Path) -> None:
 
 
 def test_a_run_killed_while_finishing_finishes(data: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    """The last checkpoint is there; only evaluation, export and summary are done again."""
+    """The last checkpoint exists, so only evaluation, export and summary are repeated."""
     config = tiny_run.config(data, schedule={"length": "8 steps"}, checkpoint={"keep": 1})
     with monkeypatch.context() as patch:
         patch.setattr(finalize, "samples", lambda *a: 1 / 0)
@@ -269,21 +270,21 @@ def test_relative_data_counts_from_where_the_run_was_begun(
     config = RunDirectory.open(run).config()
     assert config.data.path == str(begun / "data")
     assert tiny_run.resume(run).summary["steps"] == 2
-    # A tree that was moved: the data is where the person stands.
+    # The tree was moved, so the data is in the current directory.
     monkeypatch.chdir(begun.rename(tmp_path / "moved"))
     assert RunDirectory.open(Path("runs/run")).config().data.path == "data"
 
 
 class Killed(BaseException):
-    """Stands for kill -9 where the clock is virtual: nothing in the product catches it, nothing is saved."""
+    """Replaces kill -9 where the clock is virtual: no product code catches it, and nothing is saved."""
 
 
 def test_a_run_in_hours_keeps_its_journal(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps that are repeated after a kill get the learning rates that they had, though the speed is another.
+    """Steps that are repeated after a kill get their earlier learning rates, though the speed differs.
 
-    The plan is revised soon after step 45, where the run gets slow, so between the checkpoint and the kill.
+    The plan is revised soon after step 45, where the run slows down, thus between the checkpoint and the kill.
     """
     schedule = {"length": "4s", "clock": "training"}
     config = tiny_run.config(data, schedule=schedule, checkpoint={"every": "40 steps"})
@@ -310,7 +311,7 @@ def test_a_run_in_hours_keeps_its_journal(
 
 
 def test_accumulation_changes_nothing(data: Path, tmp_path: Path) -> None:
-    """Padding makes the micro-batches unequal, and still their losses add up to that of the whole batch."""
+    """Padding makes the micro-batches unequal, but their losses still add up to that of the whole batch."""
     curves = []
     for micro in (512, 128, 64):
         batch = {"sequence_length": 64, "tokens": 512, "micro_tokens": micro}

@@ -1,4 +1,4 @@
-"""`deskside train --init RUN --upcycle`: the first loss is the dense run's; without a checkpoint it starts over."""
+"""`deskside train --init RUN --upcycle`: the first loss is the dense run's. Without a checkpoint, it starts over."""
 
 import json
 import shutil

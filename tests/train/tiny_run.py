@@ -1,7 +1,7 @@
 """Runs small enough to train in a second, in this process, in a child that can be killed, or under torchrun.
 
-Children come from multiprocessing's fork server, which has imported everything already, so that killing many of them
-costs no imports. They are real processes: signals and SIGKILL reach them as they would reach `deskside train`.
+Children are started by multiprocessing's fork server, which has already imported everything, so that killing many of
+them costs no imports. They are real processes: signals and SIGKILL affect them as they affect `deskside train`.
 """
 
 import json
@@ -50,7 +50,9 @@ def write_text(path: Path, lines: int = 600) -> None:
 
 
 def settings(prepared: Path | str, /, **changes: Any) -> dict[str, Any]:
-    """A configuration as plain data; `changes` are parts such as schedule={"length": 30}, merged key by key."""
+    """Return a configuration as plain data. `changes` are sections such as
+    schedule={"length": 30}, merged key by key.
+    """
     parts: dict[str, Any] = {
         "model": dict(SHAPE),
         "data": {"path": str(prepared)},
@@ -71,10 +73,10 @@ def config(prepared: Path | str, /, **changes: Any) -> RunConfig:
 
 
 class VirtualTime:
-    """A clock for `time.perf_counter` that a step moves on, and each look at it by a microsecond.
+    """A replacement for `time.perf_counter` that advances with each step, and by a microsecond with each call.
 
-    So no test depends on the machine's speed. `seconds_of(step)` is what a step takes, a dry step
-    what step 1 takes.
+    Tests therefore do not depend on the machine's speed. `seconds_of(step)` is the duration of a
+    step; a dry step takes as long as step 1.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds_of: Callable[[int], float]):
@@ -94,7 +96,7 @@ class VirtualTime:
 
 
 def train(root: Path, config: RunConfig, name: str = "run", **given: Any) -> RunOutcome:
-    """A new run in this process."""
+    """Train a new run in this process."""
     deskside.STARTED = time.perf_counter()
     return training_run.start(config, (root, name, "run"), "a test", **given)
 
@@ -105,14 +107,14 @@ def resume(run: Path) -> RunOutcome:
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
-    """The complete lines of metrics.jsonl."""
+    """Return the complete lines of metrics.jsonl."""
     path = run / "metrics.jsonl"
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
 def curve(run: Path) -> list[tuple[int, int, float, float, float]]:
-    """What must be the same to the last bit: step, tokens, lr, loss and gradient norm of every step in order."""
+    """Return what must be bitwise equal: step, tokens, lr, loss and gradient norm of every step in order."""
     return [(r["step"], r["tokens"], r["lr"], r["loss"], r["grad_norm"]) for r in rows(run)]
 
 
@@ -148,7 +150,7 @@ def _child(kind: str, argument: Any, environment: dict[str, str], log: str) -> N
 
 @dataclass
 class Child:
-    """Processes that were started together (one, or one for each rank), and the file with what they printed."""
+    """Processes that were started together (one, or one for each rank), and the file with their output."""
 
     log: Path
     processes: list[BaseProcess] = field(default_factory=list)
@@ -159,7 +161,7 @@ class Child:
                 os.kill(process.pid, number)
 
     def wait(self, seconds: float = 120) -> int:
-        """The exit code (the largest by size); negative for a signal."""
+        """Wait for the end, and return the exit code (the largest by size), which is negative for a signal."""
         for process in self.processes:
             process.join(seconds)
             assert process.exitcode is not None, f"still running: {self.text()}"
@@ -208,12 +210,12 @@ def _start(kind: str, argument: Any, log: Path, ranks: int = 1) -> Child:
 
 
 def command(argv: list[str], log: Path, ranks: int = 1) -> Child:
-    """`deskside ARGV`, in a child."""
+    """Run `deskside ARGV` in a child process."""
     return _start("command", argv, log, ranks)
 
 
 def call(function: Callable[..., object], *arguments: object, log: Path, ranks: int = 1) -> Child:
-    """A function of a test file, in a child (for each rank)."""
+    """Call a function of a test file in a child process (for each rank)."""
     return _start("call", (function, *arguments), log, ranks)
 
 
@@ -223,11 +225,11 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-# Real commands, started from nothing
+# Real commands in new processes
 
 
 def program(argv: list[str], log: Path, ranks: int = 1) -> "subprocess.Popen[bytes]":
-    """`python -m deskside ARGV`, under torchrun for more than one rank, in a session of its own."""
+    """Start `python -m deskside ARGV`, under torchrun for more than one rank, in a new session."""
     start = [sys.executable, "-m"]
     if ranks > 1:
         start += [
@@ -249,7 +251,7 @@ def program(argv: list[str], log: Path, ranks: int = 1) -> "subprocess.Popen[byt
 
 
 def descendants(pid: int) -> list[int]:
-    """The process and everything that it started, parents first (Linux)."""
+    """Return the process and all its descendants, parents first (Linux)."""
     found = [pid]
     for parent in found:
         for task in Path(f"/proc/{parent}/task").glob("*/children"):
@@ -258,7 +260,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def kill_at_step(run: Path, step: int, kill: Callable[[], None], alive: Callable[[], bool]) -> int:
-    """Calls `kill` once metrics.jsonl shows `step`; returns the last step seen. The run must not end before."""
+    """Call `kill` once metrics.jsonl shows `step`, and return the last step seen. The run must not end before."""
     last = 0
     deadline = time.monotonic() + 120
     while last < step:

@@ -1,4 +1,4 @@
-"""Lines of prose and of commands: what a shell reads is what was to be printed, however narrow the terminal."""
+"""Lines of prose and commands: a shell reads the printed commands correctly, however narrow the terminal is."""
 
 import re
 import shlex
@@ -52,7 +52,7 @@ def test_a_shell_reads_the_same_command(words: list[str], width: int) -> None:
     lines = command_lines(shlex.join(words), width)
     found = read_by_bash(lines)
     assert [re.sub(r"\s+(?=\{)", "", word) for word in found] == words
-    # No option is on another line than the first of its values where both fit; only a long word is too wide.
+    # An option is on the line of its first value if both fit. Only a long word may be too wide.
     assert all(len(line) <= width or max(map(len, line.split())) > width - 8 for line in lines)
     if width >= 80:
         assert not any(re.search(r" --\S+ \\$", line) for line in lines if "--json" not in line)

@@ -1,4 +1,4 @@
-"""Models by name from a local server that answers like the Hugging Face hub, and without one."""
+"""Models by name from a local server that answers like the Hugging Face hub, and without a server."""
 
 import json
 import os
@@ -27,7 +27,7 @@ NAME = "Qwen/Qwen3-0.6B"
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model as it is published, with files that are not needed."""
+    """A published model, with files that are not needed."""
     folder = tmp_path_factory.mktemp("published")
     tokenizer = make_chat(folder / "tokenizer")
     model = random_model(vocab_size=512)
@@ -49,7 +49,7 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, published: Path) -> 
 
 
 def stop(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From here on, nothing listens at the hub's address."""
+    """Stop the server: from here on, nothing listens at the hub's address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -95,7 +95,7 @@ def test_a_cached_model_needs_no_hub(broken: str, server: FakeHub, monkeypatch: 
 
 
 def test_an_incomplete_copy_is_not_used(server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part of a model, such as that of `deskside plan`, or of a download that was killed."""
+    """A copy may contain only a part of a model, such as that of `deskside plan`, or come from a killed download."""
     hub.find(NAME, "config")
     hub.find(NAME, "tokenizer")
     stop(server, monkeypatch)
@@ -152,7 +152,7 @@ def test_what_the_hub_refuses(server: FakeHub, published: Path, monkeypatch: pyt
 
 
 def test_a_page_instead_of_the_hub(server: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As from a network that wants a login, or for an address that is none: the copy in the cache is used."""
+    """A login page of the network, or an invalid address: the copy in the cache is used."""
     folder = hub.find(NAME, "config").folder
     server.page = b"<html>sign in</html>"
     warnings: list[str] = []
@@ -183,7 +183,7 @@ def command(server_url: str, cache: Path, *arguments: str) -> subprocess.Complet
 
 
 def test_commands_take_names(server: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """From fine-tuning to export; the name of the base travels with the run."""
+    """From fine-tuning to export. The name of the base model is passed along with the run."""
     turns = [
         [{"role": "user", "content": f"one {n}"}, {"role": "assistant", "content": "two"}] for n in range(40)
     ]

@@ -1,4 +1,4 @@
-"""A launched process: its error as torch's launcher reads it, the time of its launcher, and its end."""
+"""A launched process: its error as torch's launcher reads it, its launcher's start time, and its end."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Which machine this is: against torch itself, and with an NVML of our own making."""
+"""Identification of this machine, compared with torch itself and with a fake NVML."""
 
 import shutil
 import subprocess
@@ -26,8 +26,9 @@ class NVMLError(Exception):
 
 
 class Nvml(types.ModuleType):
-    """As much of pynvml as is asked; `cards` are (name, total, reserved, watts or None). used: by other programs;
-    old: a driver that does not know what it keeps for itself."""
+    """The part of pynvml that is used. `cards` are (name, total, reserved, watts or None). used: bytes of other
+    programs; old: a driver that does not report its reserved memory.
+    """
 
     NVMLError = NVMLError
     nvmlMemory_v2 = 2
@@ -173,7 +174,7 @@ def test_the_code_is_read_once_and_is_what_a_step_runs() -> None:
     ("file", "changes"),
     [
         ("kernels/muon.py", True),
-        ("config/recipes.py", True),  # what a self-check checks
+        ("config/recipes.py", True),  # the properties that a self-check depends on
         ("precision/selfcheck.py", True),
         ("train/prepare/check_step.py", True),
         ("train/prepare/setup.py", True),

@@ -150,11 +150,11 @@ def test_a_hostile_file_of_a_run_is_one_line(
             if file not in reads.get(argv[0], FILES):
                 continue
             if file == "tokenizer_config.json" and name == "integer of no float":
-                continue  # transformers writes integers of any length there, and we use none
+                continue  # transformers writes integers of any length there, which we do not use
             code = main(argv)
             stderr = capsys.readouterr().err
             assert "unexpected" not in stderr and "Traceback" not in stderr, (argv, stderr)
-            # Reports are made of damaged runs too.
+            # Reports are also made of damaged runs.
             expected_codes = (0, 1, 2) if argv[0] == "report" else (1, 2)
             assert code in expected_codes, (file, argv, stderr)
         (run / file).unlink()
@@ -180,10 +180,10 @@ def test_a_hostile_toml_file_is_one_line(
         assert len(stderr) < 12_000
 
 
-# Which modules parse
+# Modules that parse
 
 
-# The sandbox's processes import nothing of deskside; their channels have limits of their own.
+# The sandbox's processes import nothing of deskside, and their channels have their own limits.
 ALLOWED = ("utils/parsing.py", "evaluate/sandboxed/", "evaluate/sandbox.py")
 
 
@@ -191,7 +191,7 @@ def parsers(source: str) -> list[str]:
     """Return the names and imports of a module's source that parse JSON, TOML or a similar format."""
     found = []
     for node in ast.walk(ast.parse(source)):
-        # A name is enough: `map(json.loads, lines)` parses without a call that can be seen.
+        # A name is enough: `map(json.loads, lines)` parses without a visible call.
         if isinstance(node, ast.Attribute | ast.Name):
             name = ast.unparse(node)
             if name in (

@@ -88,7 +88,7 @@ def test_forced_colour_draws_no_bars_in_a_file(
 
 
 def test_colours_are_named_in_one_module() -> None:
-    """Other modules name a meaning. The dashboard and the reports have colours of pages and charts."""
+    """Other modules name a meaning. The dashboard and the reports have their own colours for pages and charts."""
     colours = {word for style in MEANINGS.values() for word in style.split()} - {"dim", "bold"}
     named = re.compile(rf"""["'](?:bold |dim )?(?:{"|".join(sorted(colours))}|cyan|blue|magenta)["']""")
     assert len(set(MEANINGS.values())) == len(MEANINGS) == 6

@@ -1,4 +1,4 @@
-"""Garbage collection is paused for imports and then as before; the CUDA context is made with a driver of our own."""
+"""Garbage collection is paused for imports and restored afterwards; the CUDA context is created with a fake driver."""
 
 import ctypes
 import gc
@@ -12,7 +12,7 @@ from deskside.utils.quick_start import create_cuda_context, quick_imports
 
 
 def test_garbage_is_not_collected_during_the_imports_only() -> None:
-    """In another process, whose objects are not frozen for the tests after this one."""
+    """Runs in another process, whose objects are not frozen for the later tests."""
     code = """
 import gc
 from deskside.utils.quick_start import quick_imports
@@ -43,7 +43,7 @@ def test_nothing_changes_where_torch_is_imported_already() -> None:
 
 
 class Driver:
-    """As much of the CUDA driver as is called; `fails` names the function that returns an error."""
+    """The part of the CUDA driver that is used. `fails` names the function that returns an error."""
 
     def __init__(self, fails: str = ""):
         self.calls: list[str] = []

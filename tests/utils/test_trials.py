@@ -1,4 +1,4 @@
-"""Kept results of trials: what is found again and when, files that are damaged, and several processes at once."""
+"""Cached results of trials: which are found again and when, damaged files, and concurrent processes."""
 
 import json
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Checkpoint files: whole or absent after a kill at any operation, and every flipped bit is found."""
+"""Checkpoint files are complete or absent after a kill at any operation, and every flipped bit is detected."""
 
 import json
 import os
@@ -79,7 +79,7 @@ def test_the_same_step_again_replaces_it(tmp_path: Path) -> None:
 
 
 class Killed(BaseException):
-    """Stands for SIGKILL: nothing catches it, so nothing tidies up."""
+    """Replaces SIGKILL: nothing catches it, so nothing is cleaned up."""
 
 
 OPERATIONS = [(os, "fsync"), (os, "replace"), (shutil, "rmtree"), (files, "save_file"), (Path, "write_text")]
@@ -88,7 +88,7 @@ OPERATIONS = [(os, "fsync"), (os, "replace"), (shutil, "rmtree"), (files, "save_
 def test_a_kill_at_any_operation_leaves_a_good_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Saving step 3 and pruning to one, killed before and after each operation on the disk in turn."""
+    """Saves step 3 and prunes to one, killed before and after each disk operation in turn."""
     moments, finished = 0, False
     while not finished:
         folder = tmp_path / str(moments)
@@ -128,7 +128,7 @@ def test_a_kill_at_any_operation_leaves_a_good_checkpoint(
         files.prune(folder, 1, lambda c: False)
         assert [p.name for p in folder.iterdir()] == ["step-000000004"]
         moments += 1
-    assert moments > 20  # four files and two folders are forced to the disk, twice two moments each, and more
+    assert moments > 20  # four files and two folders are synced to disk, two moments each, twice, and more
 
 
 def test_a_refusing_disk_is_one_error_and_leaves_the_older(
@@ -182,9 +182,9 @@ def test_every_flipped_bit_and_every_cut_is_found(
         files.verify(whole)
     except Damaged as damage:
         assert str(whole.path) in str(damage)
-        assert name in str(damage) or name == "manifest.json"  # then it may be another file that seems wrong
+        assert name in str(damage) or name == "manifest.json"  # then another file may seem wrong
     else:
-        # Only in the manifest may a bit go unnoticed: one that changes nothing of what it says on the files.
+        # Only in the manifest may a flipped bit go unnoticed, if it changes nothing about the files.
         assert name == "manifest.json"
         assert json.loads(changed)["files"] == json.loads(original)["files"]
     finally:

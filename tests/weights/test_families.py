@@ -1,4 +1,4 @@
-"""Every entry of the table of families: what it exports, transformers computes equally; see benchmarks/families.py."""
+"""Every entry in the table of families: transformers computes the same from its export; see benchmarks/families.py."""
 
 import json
 from pathlib import Path
@@ -88,7 +88,7 @@ def test_no_rope_layers_must_name_every_layer() -> None:
 
 
 def test_window_layers_with_the_base_of_the_others_are_exported_so() -> None:
-    """transformers 4 takes 10,000 for the base of window layers if config.json has none."""
+    """transformers 4 uses 10,000 as the base of window layers if config.json has none."""
     config = from_hf_config(published_config("gemma3_text"))
     options = config.model_dump() | {"model_type": "gemma3_text", "rope_local_base_freq": None}
     assert to_hf_config(ModelConfig(**options))["rope_local_base_freq"] == config.rope_theta == 1e6

@@ -1,4 +1,4 @@
-"""What a run with adapters keeps: the base once, adapters in checkpoints; both come back to the last bit."""
+"""The files of a run with adapters: the base once, and adapters in checkpoints. Both are restored bitwise."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,7 @@ def weights(model: Transformer) -> dict[str, Tensor]:
 def write_run(
     folder: Path, model: Transformer, adapter: dict[str, Any], steps: tuple[int, ...] = (7,)
 ) -> None:
-    """A run as training leaves it, as far as a model is read from it."""
+    """Write a run like training does, as far as reading its model needs it."""
     config = RunConfig.model_validate(
         {"model": TINY, "adapter": {"rank": 4, "alpha": 8, **adapter}, "optim": {"name": "adamw"}, "seed": 5,
          "batch": {"sequence_length": 32, "tokens": 256}}
@@ -102,7 +102,7 @@ def test_biases_of_experts_come_back(format: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_merging_needs_one_weight_at_a_time(format: str) -> None:
-    """In float32, with what its adapter adds; a table that nothing trains is copied as it is."""
+    """In float32, with its adapter's contribution. A table that nothing trains is copied."""
     model, _ = trained({"base": format}, intermediate_size=512, vocab_size=2000)
     plain = allocate(model.config, "cpu", torch.bfloat16)
     with Live(*plain.parameters(), *model.parameters(), *model.buffers()) as live:
@@ -114,7 +114,7 @@ def test_merging_needs_one_weight_at_a_time(format: str) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_base_is_read_on_the_host(format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A card may have room for the merged model and for no more."""
+    """A GPU may have room for the merged model and no more."""
     model, _ = trained({"base": format})
     write_run(tmp_path, model, {"base": format})
     where: list[torch.device | str] = []

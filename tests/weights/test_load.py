@@ -1,4 +1,4 @@
-"""Every kind of path to a model, and every way in which it can be wrong."""
+"""Every kind of path to a model, and everything that can be wrong with it."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ def made(seed: int, config: ModelConfig = SHAPE) -> Transformer:
 
 
 def save(run: Path, step: int, model: Transformer, sharded: bool = False) -> Path:
-    """A checkpoint as training writes it: see deskside/weights/checkpoint.py."""
+    """Write a checkpoint like training does: see deskside/weights/checkpoint.py."""
     folder = run / "checkpoints" / f"step-{step:09d}"
     folder.mkdir(parents=True)
     tensors = {name: parameter.detach() for name, parameter in model.named_parameters()}
@@ -108,7 +108,7 @@ def test_sharded_checkpoint(run: Path) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("harm", ["offset", "header", "cut", "empty", "other", "pickle"])
 def test_shards_that_are_not_whole(harm: str, run: Path) -> None:
-    """The manifest matches: whoever writes the files can compute their checksums."""
+    """The manifest matches, because whoever writes the files can compute their checksums."""
     save(run, 10, made(10))
     model = made(20, SHAPE.model_copy(update={"intermediate_size": 64})) if harm == "other" else made(20)
     folder = save(run, 20, model, sharded=True)
@@ -140,7 +140,7 @@ def test_shards_that_are_not_whole(harm: str, run: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_shards_are_read_on_the_host(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are float32: a card may have room for half of that and for no more."""
+    """They are float32, and a GPU may have room for half of that and no more."""
     asked: list[tuple[str, torch.dtype]] = []
 
     def noted(config: Any, device: torch.device | str, dtype: torch.dtype) -> Transformer:
@@ -208,7 +208,7 @@ def test_bfloat16_gives_the_numbers_of_bf16_training(run: Path, tied: bool) -> N
 def test_what_is_read_in_bfloat16_never_takes_the_memory_of_float32(
     kind: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A card that holds a model in 16 bits has no room for one in 32."""
+    """A GPU that holds a model in 16 bits may have no room for one in 32."""
     path = run
     if kind in ("run", "checkpoint"):
         checkpoint = save(run, 10, made(10))
@@ -268,7 +268,7 @@ def test_what_does_not_belong_together_is_refused(run: Path) -> None:
     "name", ["config.json", "generation_config.json", "tokenizer_config.json", "run.json"]
 )
 def test_values_of_the_wrong_kind_are_named(name: str, run: Path, tmp_path: Path) -> None:
-    """Each value of a hand-made file in turn."""
+    """Each value of a hand-made file is replaced in turn."""
     save(run, 1, made(1))
     folder = run if name == "run.json" else save_hf(made(1), SHAPE, run, tmp_path / "hf")
     refused = check(folder / name, lambda: load_model(folder))

@@ -1,4 +1,4 @@
-"""MXFP4 against ml_dtypes and transformers."""
+"""MXFP4 compared with ml_dtypes and transformers."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ EXPERTS, WIDTH, LAYERS = 4, 64, 2
 
 
 def packed(rows: int, columns: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random codes, and exponents near those of weights of size one."""
+    """Return random codes, and exponents near those of weights of size one."""
     generator = torch.Generator().manual_seed(seed)
     blocks = torch.randint(0, 256, (EXPERTS, rows, columns // 32, 16), generator=generator, dtype=torch.uint8)
     scales = torch.randint(122, 126, (EXPERTS, rows, columns // 32), generator=generator, dtype=torch.uint8)

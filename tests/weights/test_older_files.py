@@ -1,4 +1,4 @@
-"""Directories as they were published before transformers 5: what transformers loads from them, ours computes too."""
+"""Directories published before transformers 5: ours computes the same as transformers."""
 
 import json
 import shutil
@@ -127,7 +127,7 @@ def test_masks_that_pythia_s_files_have_are_not_weights(tmp_path: Path) -> None:
 
 
 def test_the_text_model_of_gemma_3_with_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its text_config leaves out what transformers has as defaults; an export is a text model."""
+    """Its text_config omits values that are defaults in transformers. The export is a text model."""
     text = {
         "hidden_size": 32,
         "num_hidden_layers": 3,

@@ -1,4 +1,4 @@
-"""Directories that the PEFT library wrote, merged by us: logits as PEFT computes them, unmerged."""
+"""Directories written by the PEFT library and merged by us: the logits equal PEFT's, unmerged."""
 
 import json
 import shutil
@@ -102,7 +102,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"target_modules": ["query_key_value"], "modules_to_save": ["embed_in", "embed_out"]},
     ),
     "olmo2": ("Olmo2", {}, {"target_modules": "all-linear", "modules_to_save": ["post_feedforward_layernorm"]}),
-    "mixtral, attention": (  # the usual list also names modules that are not there
+    "mixtral, attention": (  # the usual list also names modules that do not exist
         "Mixtral",
         {"num_local_experts": 4, "num_experts_per_tok": 2},
         {"target_modules": ["q_proj", "o_proj", "gate_proj", "down_proj"]},
@@ -122,7 +122,7 @@ def base_model(architecture: str, options: dict[str, Any], folder: Path) -> None
             if parameter.ndim < 2:
                 parameter += 0.1 * torch.randn_like(parameter)
             else:
-                parameter.copy_(parameter.bfloat16())  # values that a frozen base in BF16 has too
+                parameter.copy_(parameter.bfloat16())  # values that a frozen base in BF16 can represent too
     model.save_pretrained(folder)
     (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
 
@@ -144,7 +144,7 @@ TOKENIZER: dict[str, Any] = {
 
 
 def move(model: Any) -> None:
-    """Give everything that trains another value, without which half of the adapters would have no effect."""
+    """Change everything that trains. Otherwise, half of the adapters would have no effect."""
     torch.manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -154,7 +154,7 @@ def move(model: Any) -> None:
 
 
 def adapted(tmp_path: Path, architecture: str, options: dict[str, Any], lora: dict[str, Any]) -> Any:
-    """Write a base and adapters of it; return PEFT's model, loaded from these files."""
+    """Write a base and adapters of it. Return PEFT's model, loaded from these files."""
     base_model(architecture, options, tmp_path / "base")
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     defaults = {"r": 4, "lora_alpha": 12, "task_type": "CAUSAL_LM", "lora_dropout": 0.1}
@@ -194,7 +194,7 @@ def test_our_own_exports_load(
     base = merged(without_adapters(trained(adapter, (), **shape)[0]))
     save_hf(base, model.config, None, tmp_path / "base")
     (tmp_path / "base/tokenizer.json").write_text(json.dumps(TOKENIZER))
-    save_peft(model, options, "base", tmp_path / "adapter")  # relative to the folder that both are in
+    save_peft(model, options, "base", tmp_path / "adapter")  # relative to the folder that contains both
     ours = load_model(tmp_path / "adapter").model
     with torch.no_grad():
         torch.testing.assert_close(ours(TOKENS), model(TOKENS), rtol=1e-5, atol=2e-5)

@@ -1,4 +1,6 @@
-"""Adapters that PEFT made, trained further by us: the same logits before the first step, and what is refused."""
+"""Adapters created by PEFT and trained further by us: the same logits before
+the first step, and refused directories.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Sizes of published checkpoints: they give the number of parameters that was published beside them."""
+"""Sizes of published checkpoints give the number of parameters that was published with them."""
 
 import pytest
 
@@ -13,5 +13,5 @@ def test_the_sizes_give_the_published_number_of_parameters(checkpoint: Published
 
 
 def test_every_family_has_a_checkpoint() -> None:
-    """All but two: no text model of Ministral's type is known, and dots.llm1's have a dense first layer."""
+    """Two families have none: no text model of Ministral's type is known, and dots.llm1's have a dense first layer."""
     assert FAMILIES.keys() - {c.family.model_type for c in published_checkpoints()} == {"ministral", "dots1"}

@@ -1,4 +1,6 @@
-"""Shards that some processes wrote and others read: every number of them, by torch's own placement of DTensors."""
+"""Shards written by some processes and read by others: every number of
+processes, with torch's own placement of DTensors.
+"""
 
 from pathlib import Path
 
@@ -17,7 +19,9 @@ from tests.train import tiny_run
 
 
 def model() -> dict[str, Tensor]:
-    """Rows that no number of processes divides, fewer rows than processes, and the dtypes of optimizer states."""
+    """Return tensors with rows that no number of processes divides, with fewer rows than processes,
+    and with the dtypes of optimizer states.
+    """
     draw = torch.Generator().manual_seed(0)
     return {
         "wide": torch.randn(5, 7, generator=draw),
@@ -29,12 +33,12 @@ def model() -> dict[str, Tensor]:
 
 
 def state() -> dict[str, Tensor]:
-    """Tensors that every process holds whole."""
+    """Return tensors that every process holds completely."""
     return {"step": torch.tensor(3.0), "rows": torch.tensor([1, 2, 3])}
 
 
 def work(folder: Path, write: bool) -> None:
-    """On each rank: write the shards, or read them into zeros and compare."""
+    """Run on each rank: write the shards, or read them into zeros and compare."""
     world = parallel.init_distributed("cpu", "shard")
     sharded_files.FILE_BYTES = 64
     mesh = init_device_mesh("cpu", (world.size,))
@@ -64,7 +68,7 @@ def test_another_number_of_processes_reads_the_same(writers: int, readers: int, 
     for file in files:
         with safe_open(file, "pt") as opened:
             stored += sum(opened.get_tensor(key).numel() for key in opened.keys())  # noqa: SIM118
-    # Nothing stands there twice.
+    # No tensor is written twice.
     assert stored == sum(t.numel() for t in (*model().values(), *state().values()))
     alone = {name: torch.zeros_like(tensor) for name, tensor in model().items()}
     sharded_files.read(Checkpoint(tmp_path, 0), {"model": alone}, no_dist=True)

@@ -1,4 +1,4 @@
-"""A dense model as a mixture of experts: equal to the dense model at step 0, also in transformers, and refusals."""
+"""A dense model as a mixture of experts: equal to the dense model at step 0, also in transformers; refusals."""
 
 import math
 from pathlib import Path
@@ -21,7 +21,7 @@ from tests.export.test_hf_parity import TINY, batch, random_model
 DENSE = ModelConfig(**TINY)
 EIGHT = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 FINE = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 12}
-# Times 3 rounds, unlike times 4.
+# Multiplying by 3 rounds, unlike by 4.
 THIRDS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 16}
 
 
@@ -34,8 +34,8 @@ def mixture_of(dense: Transformer, **experts: Any) -> Transformer:
     return mixture
 
 
-# The weights of the chosen experts sum to one within a few roundings of their dtype, and each of the two layers of the
-# tiny model adds that error once. bfloat16 has a rounding of 2^-8: the loss of some 4 nats moves by less than 1 %.
+# The weights of the chosen experts sum to one within a few roundings of their dtype, and each of the two layers of
+# the tiny model adds that error once. bfloat16 rounds by 2^-8, so the loss of some 4 nats changes by less than 1 %.
 @pytest.mark.parametrize(
     ("experts", "dtype", "tolerance"),
     [
@@ -78,7 +78,7 @@ def test_other_dense_models(shape: dict[str, Any]) -> None:
 
 
 def test_each_token_has_whole_copies_and_copies_share_the_tokens() -> None:
-    """Every group of four quarter experts has equal counts, and no copy has nearly all tokens."""
+    """Every group of four quarter experts has equal counts, and no copy gets nearly all tokens."""
     mixture = mixture_of(random_model(), **FINE)
     tokens_BT, _ = batch()
     statistics = mixture.hidden_and_router(tokens_BT)[1]
@@ -89,7 +89,7 @@ def test_each_token_has_whole_copies_and_copies_share_the_tokens() -> None:
 
 
 def test_training_makes_copies_different() -> None:
-    """Other tokens and, within a copy, other channels: all experts have different gradients."""
+    """Copies get other tokens and, within a copy, other channels, so all experts have different gradients."""
     mixture = mixture_of(random_model(), **FINE)
     tokens_BT, targets_BT = batch()
     loss, router = mixture.loss_and_router(tokens_BT, targets_BT)
@@ -156,7 +156,7 @@ def test_a_mixture_is_not_upcycled_again() -> None:
 
 @pytest.mark.parametrize("experts", [EIGHT, FINE], ids=["whole", "quarters"])
 def test_fused_experts_begin_as_the_dense_model(experts: dict[str, int]) -> None:
-    """The hand-written routing chooses whole copies too; losses in bfloat16 as above."""
+    """The hand-written routing chooses whole copies too. Losses are in bfloat16 as above."""
     dense = random_model()
     mixture = mixture_of(dense, **experts)
     tokens_BT, targets_BT = batch()

@@ -1,4 +1,4 @@
-"""What follows a run from above: it sees every row once, can stop it, and has time before and after it."""
+"""Run callbacks: they see every row once, can stop the run, and have time before and after it."""
 
 import gzip
 import json
@@ -92,7 +92,7 @@ def test_time_that_was_spent_before_and_time_that_is_kept(
 
 
 def test_the_wall_clock_never_shows_less_than_was_spent() -> None:
-    """Steps since the last checkpoint are lost, the time that they took is not."""
+    """Steps since the last checkpoint are lost, but the time that they took is not."""
     clock = Clock("wall", time.perf_counter(), earlier_seconds=100.0)
     clock.restore(60.0)
     assert 100 <= clock.seconds() < 101
@@ -101,7 +101,7 @@ def test_the_wall_clock_never_shows_less_than_was_spent() -> None:
 
 
 def test_into_a_directory_that_was_made_for_it(data: Path, tmp_path: Path) -> None:
-    """It is used, and stays when the run fails before it has a plan."""
+    """It is used, and it remains if the run fails before it has a plan."""
     run = RunDirectory.create(tmp_path, "made", "made")
     (run.path / "go.json").write_text("{}")
     config = tiny_run.config(data, schedule={"length": "3 steps"})
@@ -117,7 +117,7 @@ def test_into_a_directory_that_was_made_for_it(data: Path, tmp_path: Path) -> No
 def test_what_the_final_evaluation_takes_is_learnt_on_the_way(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A machine of half the speed evaluates at half the speed too, and the run still ends inside its length."""
+    """A machine of half the speed also evaluates at half the speed, and the run still ends within its length."""
     virtual = tiny_run.VirtualTime(monkeypatch, lambda step: 0.05 * (1 + (virtual.now > 10)))
     original = objective.evaluate_dataset
     took: list[float] = []
@@ -131,7 +131,7 @@ def test_what_the_final_evaluation_takes_is_learnt_on_the_way(
     monkeypatch.setattr(objective, "evaluate_dataset", evaluate_dataset)
     config = tiny_run.config(data, schedule={"length": "20s"}, evaluate={"every": "4s", "tokens": 200})
     summary = start(tmp_path, config, Notes()).summary
-    # The final one, twice what the first ones had shown; no more than a twentieth.
+    # The final evaluation takes twice what the first ones had shown, but at most a twentieth.
     assert 0.3 < took[-1] < 1.0
     assert 0.95 * 20 <= summary["seconds"] <= 20
 
@@ -163,7 +163,9 @@ def test_evaluations_during_training_take_a_twentieth_of_their_interval(
 def test_a_short_run_evaluates_what_there_is_time_for(
     clock: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A validation text that would take half of the run gets a twentieth; on the training clock it is free."""
+    """A validation text that would take half of the run gets a twentieth. On the
+    training clock, evaluation is free.
+    """
     virtual = tiny_run.VirtualTime(monkeypatch, lambda step: 0.05)
     original = objective.evaluate_dataset
     evaluated: list[int] = []
@@ -182,7 +184,7 @@ def test_a_short_run_evaluates_what_there_is_time_for(
     split = PackedDataset(data, split="val", sequence_length=32)
     whole, baselines = split.num_tokens, split.index.splits["val"]
     if clock == "wall":
-        # gzip and unigrams are those of the part that the model was evaluated on.
+        # gzip and unigrams belong to the part that the model was evaluated on.
         rows = split.rows_by_number(evaluated_rows(split, limits[-1] // 32)).targets
         kept = rows[(rows != IGNORE) & (rows != split.index.tokenizer.eos_id)]
         text = bpe.load(data).decode(kept.tolist()).encode()
@@ -192,7 +194,8 @@ def test_a_short_run_evaluates_what_there_is_time_for(
     else:
         assert (summary["gzip_bpb"], summary["unigram_bpb"]) == (baselines.gzip_bpb, baselines.unigram_bpb)
     if clock == "wall":
-        assert evaluated[-1] == pytest.approx(0.1 * whole, rel=0.2)  # a twentieth of 20 s, at 10 s for all
+        # a twentieth of 20 s, at 10 s for everything
+        assert evaluated[-1] == pytest.approx(0.1 * whole, rel=0.2)
         assert 0.95 * 20 <= summary["seconds"] <= 20
     else:
         assert evaluated[-1] == whole and 0.97 * 20 <= summary["seconds"] <= 20
@@ -200,7 +203,7 @@ def test_a_short_run_evaluates_what_there_is_time_for(
 
 
 def with_its_own_stopwatch(root: Path, config: Any) -> None:
-    """A rank whose stopwatch shows ten times as much for an evaluation as that of the rank before it."""
+    """Run a rank whose stopwatch shows ten times as much for an evaluation as the previous rank's."""
     patch, original, rank = pytest.MonkeyPatch(), objective.evaluate_dataset, int(os.environ["RANK"])
     virtual = tiny_run.VirtualTime(patch, lambda step: 0.05)
     limits: list[int | None] = []
@@ -217,7 +220,7 @@ def with_its_own_stopwatch(root: Path, config: Any) -> None:
 
 
 def test_every_process_evaluates_the_same_at_the_end(data: Path, tmp_path: Path) -> None:
-    """Whatever its own stopwatch shows: shards wait for each other in every pass of the model."""
+    """The ranks' stopwatches differ, but shards wait for each other in every pass of the model."""
     config = tiny_run.config(data, schedule={"length": "20s"})
     child = tiny_run.call(with_its_own_stopwatch, tmp_path, config, log=tmp_path / "log", ranks=2)
     assert child.wait() == 0, child.text()
@@ -229,7 +232,7 @@ def test_every_process_evaluates_the_same_at_the_end(data: Path, tmp_path: Path)
 def test_samples_of_a_limited_run_are_cut_off(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a machine that needs a second for a token, samples take a fiftieth of the length."""
+    """On a machine that needs a second per token, samples take a fiftieth of the length."""
     virtual = tiny_run.VirtualTime(monkeypatch, lambda step: 2.0)
     original, seen = finalize.generate_events, []
 

@@ -1,4 +1,4 @@
-"""Progress under any revisions, the estimate of remaining steps against counting them out, and the clock."""
+"""Progress under any revisions, the estimate of remaining steps compared with counting them, and the clock."""
 
 import itertools
 import math
@@ -14,7 +14,7 @@ REVISIONS = st.lists(st.tuples(st.floats(0.01, 1.0), st.integers(0, 300)), max_s
 
 
 def made(first: int, changes: list[tuple[float, int]]) -> StepPlan:
-    """A plan that is revised after a share of what was left of it, again and again."""
+    """Return a plan that is revised repeatedly, each time after a share of its remaining length."""
     plan = StepPlan([Revision(0, 0.0, first, 0.0, None, "first")])
     step = 0
     for share, remaining in changes:
@@ -38,7 +38,7 @@ def test_progress_is_continuous_and_monotone_and_ends_at_one(
     assert all(a < b or math.isclose(a, b, abs_tol=1e-12) for a, b in itertools.pairwise(values))
     assert all(0.0 <= v <= 1.0 for v in values)
     for before, revision in zip(plan.revisions, plan.revisions[1:], strict=False):
-        # What the revision starts from is what the plan before it said of that step: no jump.
+        # A revision continues from what the previous plan gave for that step, without a jump.
         assert revision.progress == StepPlan(plan.revisions[: plan.revisions.index(revision)]).progress(
             revision.step
         )
@@ -79,7 +79,7 @@ def test_remaining_steps_by_counting_them_out(
     seconds = [s for _, s in raw]
 
     def needed(steps: int) -> float:
-        """Seconds of so many steps, each taken in the stage that its middle lies in."""
+        """Return the seconds of this many steps, each assigned to the stage that contains its middle."""
         spent = 0.0
         for i in range(steps):
             at = progress + (1 - progress) * (i + 0.5) / steps
@@ -87,7 +87,7 @@ def test_remaining_steps_by_counting_them_out(
         return spent
 
     steps = remaining_steps(left, progress, ends, seconds)
-    # A stage's border falls inside a step: off by less than one step of each stage.
+    # A stage may end within a step, so the result is off by less than one step per stage.
     slack = sum(seconds) + 1e-6 * left
     if steps:
         assert needed(steps) <= left + slack
@@ -124,7 +124,7 @@ def test_the_training_clock_counts_training_alone() -> None:
 def test_the_wall_clock_counts_everything_of_every_process() -> None:
     clock = Clock("wall", time.perf_counter() - 100)
     assert 100 <= clock.seconds() < 101
-    clock.restore(50.0)  # an earlier process's
+    clock.restore(50.0)  # an earlier process's time
     assert 150 <= clock.seconds() < 151
     clock.stop()
     assert clock.seconds() >= 150

@@ -1,4 +1,6 @@
-"""Buckets of gradients: their order, and their sums over two and three processes (gloo) against each process's own."""
+"""Buckets of gradients: their order, and their sums over two and three processes
+(gloo) compared with each process's own.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ def backward(made: nn.Module, rank: int, index: int) -> None:
 
 
 class Loss(nn.Module):
-    """The model's loss as a forward, so that torch.compile can compile it."""
+    """Computes the model's loss in forward, so that torch.compile can compile it."""
 
     def __init__(self, made: Transformer):
         super().__init__()
@@ -49,7 +51,7 @@ class Loss(nn.Module):
 
 
 def own_gradients(made: Transformer, forward: nn.Module, rank: int) -> list[Tensor]:
-    """The sums over the passes of this process, as the buckets should find them."""
+    """Return the sums over this process's passes, which the buckets should receive."""
     sums = GradientSums(made)
     sums.begin_step(1)
     sums.begin_passes(PASSES)
@@ -60,7 +62,7 @@ def own_gradients(made: Transformer, forward: nn.Module, rank: int) -> list[Tens
 
 
 def summed(folder: Path, case: dict[str, Any]) -> None:
-    """On each rank: a step of two passes, with small buckets, beside the backward or after it."""
+    """Run, on each rank, a step of two passes with small buckets, summed during the backward or after it."""
     world = parallel.init_distributed("cpu", "auto")
     gradient_buckets.BUCKET_BYTES = 4 * 3000
     order: list[str] = []
@@ -118,7 +120,7 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", TWO_RANKS)
 def test_sums_of_two_ranks_are_exact(case: str, tmp_path: Path) -> None:
-    """a + b does not depend on the order, so each sum is one addition of what the processes have alone."""
+    """a + b does not depend on the order, so each sum is one addition of the two processes' own gradients."""
     made = ranks_of(tmp_path, {"weights": "float32", "wire": "float32", **TWO_RANKS[case]}, 2)
     (mine, *_), (theirs, *_) = made
     names, owners = made[0][5], made[0][3]
@@ -140,7 +142,7 @@ def test_sums_of_two_ranks_are_exact(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("weights", ["float32", "bfloat16"])
 def test_bfloat16_sums_are_within_their_bound(weights: str, ranks: int, tmp_path: Path) -> None:
-    """One rounding of each gradient and one of each sum, against float64; and the same bits on every rank."""
+    """Compared with float64: one rounding of each gradient and one of each sum. All ranks have the same bits."""
     made = ranks_of(tmp_path, {"weights": weights, "wire": "bfloat16", "owned": True}, ranks)
     owners, names = made[0][3], made[0][5]
     u = 2.0**-8
@@ -170,7 +172,7 @@ def test_three_ranks_agree_and_repeat(owned: bool, tmp_path: Path) -> None:
 
 
 def test_buckets_follow_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each parameter is in one bucket; a bucket ends with a sublayer; the embedding is last and the head first."""
+    """Each parameter is in one bucket, a bucket ends with a sublayer, the head is first and the embedding last."""
     monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 4 * 3000)
     infos = classify_parameters(model(num_hidden_layers=4))
     name_of = {id(info.parameter): info.name for info in infos}

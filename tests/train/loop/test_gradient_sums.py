@@ -1,4 +1,4 @@
-"""Gradients of weights in bfloat16: their sums over passes, and runs that keep their weights so."""
+"""Gradients of weights in bfloat16: their sums over passes, and runs with weights in bfloat16."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is skipped, that the limit does not depend on when the host looks, and when it has been too much."""
+"""Tests of the loss and gradient guard: which steps it skips, its limit, and when it reports too many skips."""
 
 import math
 
@@ -27,7 +27,7 @@ def filled(steps: int, norm: float = 1.0, config: GuardConfig | None = None) -> 
 
 @given(NORMS, st.integers(4, 64))
 def test_the_limit_does_not_depend_on_when_the_host_looks(norms: list[float], window: int) -> None:
-    """One host knows all earlier steps, one lacks the newest: both give a step the same limit."""
+    """A host that knows all earlier steps and one that lacks the newest give a step the same limit."""
     config = GuardConfig(window=window)
     prompt, late = Guard(config), Guard(config)
     for step, norm in enumerate(norms, 1):
@@ -60,7 +60,7 @@ def test_a_spike_is_skipped_and_does_not_move_the_limit() -> None:
 
 
 def test_norms_with_a_heavy_tail_are_not_all_spikes() -> None:
-    """As in DPO that has learned most pairs: most batches have a norm of 0.05, one in six has 3 to 60."""
+    """In DPO that has learned most pairs, most batches have a norm of 0.05, and one in six has 3 to 60."""
     random = np.random.default_rng(0)
     guard, skipped = Guard(GuardConfig()), 0
     for step in range(1, 601):

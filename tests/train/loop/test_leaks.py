@@ -1,6 +1,7 @@
-"""A training step leaves nothing for the garbage collector: it would free memory on the GPU at some later time only.
+"""A training step leaves no garbage for the collector, which would free its GPU memory only at some later time.
 
-A custom autograd function that keeps one of its outputs is such a case: its whole graph is a reference cycle.
+A custom autograd function that keeps one of its outputs would be such a case,
+because its whole graph is a reference cycle.
 """
 
 import gc
@@ -82,7 +83,7 @@ def test_a_step_leaves_no_tensor(arm: str, monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_a_model_is_freed_with_its_run(gradients: str) -> None:
-    """Hooks on parameters that hold parameters make cycles that Python's collector cannot find."""
+    """Hooks on parameters that hold parameters create cycles that Python's collector cannot find."""
     optim = {"name": "adamw", "weights": "bfloat16", "gradients": gradients, "grad_clip": 0.0}
     config = {"model": DENSE, "optim": optim, "compute": {"device": "cpu", "compile": "fused"}}
     config |= {"batch": {"sequence_length": 64}, "precision": {"name": "bf16"}}

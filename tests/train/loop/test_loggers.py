@@ -1,4 +1,4 @@
-"""The terminal's plain lines, and trackers that are off unless asked for."""
+"""Plain lines in the terminal, and trackers that are off by default."""
 
 import importlib.util
 import re
@@ -41,7 +41,7 @@ ASKED = {"tensorboard": True, "wandb": "project", "trackio": "project"}
 
 
 def fake(monkeypatch: pytest.MonkeyPatch, name: str, **content: Any) -> None:
-    """A package that looks installed."""
+    """Create a package that looks installed."""
     module = ModuleType(name)
     module.__spec__ = ModuleSpec(name, None, origin="fake")
     for key, value in content.items():
@@ -68,7 +68,7 @@ def test_a_missing_package_is_named_before_anything_is_set_up(
     check_trackers(config)
     monkeypatch.delitem(sys.modules, name)
     if importlib.util.find_spec(name) is None:
-        # A folder with what a tracker wrote here before is no package.
+        # A folder in which a tracker wrote earlier is not a package.
         (tmp_path / name).mkdir()
         monkeypatch.syspath_prepend(tmp_path)
         assert importlib.util.find_spec(name) is not None
@@ -128,7 +128,7 @@ def test_track_names_trackers() -> None:
 def test_tensorboard_gets_the_numbers_of_each_step(
     first_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After those of an earlier process, which may have ended before its first checkpoint, are removed."""
+    """The values of an earlier process, which may have ended before its first checkpoint, are removed first."""
     said: list[Any] = []
 
     class SummaryWriter:

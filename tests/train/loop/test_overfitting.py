@@ -1,4 +1,4 @@
-"""The warning of overfitting: its rate of false alarms, what it says of real curves, and what a run does with it."""
+"""The overfitting warning: its rate of false alarms, its result for real curves, and its effect on a run."""
 
 import gzip
 import itertools
@@ -34,7 +34,7 @@ OVERFITTING = [3.0, 2.5, 2.2, 2.1, 2.2, 2.3, 2.4, 2.5, 2.6, 2.7, 2.8, 2.9]
 
 
 def test_the_rule_is_kendalls_trend_test() -> None:
-    """For all orders of seven losses: scipy's exact test, at the stated rate."""
+    """For all orders of seven losses, it equals scipy's exact test at the stated rate."""
     order, alarms = list(range(WINDOW)), 0
     for number, losses in enumerate(itertools.permutations(order)):
         alarm = overfits([9.0, *losses], [9.0, *FALLING])
@@ -47,7 +47,9 @@ def test_the_rule_is_kendalls_trend_test() -> None:
 
 @pytest.mark.parametrize("noise", ["normal", "cauchy"])
 def test_false_alarms_of_noise(noise: str) -> None:
-    """24 evaluations of a loss that has stopped falling: at most 18 x 0.14 % of runs. A loss that falls: none."""
+    """With 24 evaluations of a loss that has stopped falling, at most 18 x 0.14 % of runs
+    raise an alarm; with a falling loss, none.
+    """
     rng = np.random.default_rng(0)
     draw = rng.standard_normal if noise == "normal" else rng.standard_cauchy
     training = np.linspace(3, 2, 24)
@@ -69,7 +71,7 @@ def test_if_both_losses_rise_it_is_not_overfitting() -> None:
 
 
 def watched(curve: Iterable[dict[str, Any]]) -> int | None:
-    """The step at which a stored curve is found to overfit."""
+    """Return the step at which a stored curve is found to overfit."""
     watch = OverfittingWatch()
     return next((row["step"] for row in curve if watch._add(row)), None)
 
@@ -80,8 +82,9 @@ def stored(name: str) -> list[dict[str, Any]]:
 
 
 def test_real_curves() -> None:
-    """29 epochs of 123,000 tokens on a CPU: lowest at epoch 6, found at epoch 11, and the end was at 4.7 bits. Runs
-    of 2 to 3 epochs, and their last evaluations repeated with noise, are not found to overfit."""
+    """29 epochs of 123,000 tokens on a CPU have the lowest loss at epoch 6, are found at epoch 11, and end at 4.7
+    bits. Runs of 2 to 3 epochs, also with noisy repetitions of their last evaluations, are not found to overfit.
+    """
     curve = stored("2026-11-24-own-corpus/overfit.metrics.jsonl.gz")
     best = min((row["val_bpb"], row["step"]) for row in curve if "val_bpb" in row)
     found = watched(curve)
@@ -92,7 +95,7 @@ def test_real_curves() -> None:
 
 
 def test_a_rollback_is_forgotten(tmp_path: Path) -> None:
-    """After it, the watch knows what it would have read if the run had been resumed there."""
+    """After it, the watch has the same state as in a run that was resumed there."""
     run = RunDirectory.create(tmp_path, "run", "run")
     live = OverfittingWatch()
     live.begin(run, StopSignal(), [])  # type: ignore[arg-type]
@@ -118,7 +121,9 @@ def test_a_rollback_is_forgotten(tmp_path: Path) -> None:
 
 
 def planned_losses(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> list[float]:
-    """Evaluations during training return `losses` in turn, after the one of the rehearsal. Returns what is left."""
+    """Make evaluations during training return `losses` in turn, after the one of the
+    rehearsal. Return the list of remaining losses.
+    """
     original, left = NextToken.evaluate, list(losses)
 
     def evaluate(self: NextToken, session: Session, max_tokens: int | None) -> Evaluation:
@@ -132,7 +137,7 @@ def planned_losses(monkeypatch: pytest.MonkeyPatch, losses: list[float]) -> list
 
 
 def config(data: Path, **changes: Any) -> Any:
-    """60 steps with an evaluation every 5. The last loss of `planned_losses` is that of the end."""
+    """Return 60 steps with an evaluation every 5. The last of `planned_losses` is that of the end."""
     changes["evaluate"] = {"every": "5 steps", "tokens": 321, **changes.get("evaluate", {})}
     return tiny_run.config(data, **{"schedule": {"length": "60 steps"}, **changes})
 
@@ -141,7 +146,8 @@ def test_it_ends_with_the_best_checkpoint(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lowest loss is that of step 20, which checkpoint.keep would have deleted. Its weights are exported, loaded
-    from the run, and scored. Without the option nothing is kept, and training itself is the same to the bit."""
+    from the run, and scored. Without the option, nothing is kept, and training itself is bitwise the same.
+    """
     planned_losses(monkeypatch, OVERFITTING[:-1] + OVERFITTING)
     plain = tiny_run.train(tmp_path, config(data), "plain").summary
     assert plain["steps"] == 60 and plain["overfits"] and "best_step" not in plain
@@ -163,7 +169,7 @@ def test_it_ends_with_the_best_checkpoint(
 
 
 def overfits_on_a_rank(root: Path, config: Any) -> None:
-    """A rank whose evaluations, by rounding, differ a little from those of the rank before it."""
+    """Run a rank whose evaluations differ slightly from the previous rank's, as by rounding."""
     planned_losses(pytest.MonkeyPatch(), [loss + 1e-9 * int(os.environ["RANK"]) for loss in OVERFITTING])
     tiny_run.train(root, config)
 
@@ -180,7 +186,9 @@ def test_losses_that_are_not_finite(data: Path, tmp_path: Path, monkeypatch: pyt
 def test_losses_of_all_stages_are_of_the_same_rows_and_window(
     keep_best: bool, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the model that the run ends with, so that they can be compared. Otherwise a stage has its own window."""
+    """They use the model at the end of the run, so that they can be compared.
+    Otherwise each stage has its own window.
+    """
     original, seen = objective.evaluate_dataset, []
 
     def evaluate_dataset(model: Any, dataset: Any, **given: Any) -> Any:
@@ -261,7 +269,7 @@ def test_a_best_checkpoint_that_is_damaged(
 def test_it_stops_early_with_its_learning_rate_decayed(
     length: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Found at step 50, and it decays in 8 steps, although there would be time for many more."""
+    """Overfitting is found at step 50, and the run decays in 8 steps, although there is time for many more."""
     tiny_run.VirtualTime(monkeypatch, lambda step: 0.05)
     planned_losses(monkeypatch, OVERFITTING)
     early = config(data, evaluate={"stop_early": True}, schedule={"length": length, "final_lr_fraction": 0.0})

@@ -1,4 +1,4 @@
-"""Gradients in host memory and gradients that are released into the optimizer: the weights of an ordinary step."""
+"""Gradients in host memory, and gradients released into the optimizer, give the weights of an ordinary step."""
 
 import math
 from typing import Any
@@ -27,7 +27,7 @@ ROWS, LENGTH, VOCABULARY = 4, 16, 64
 
 @pytest.fixture(autouse=True)
 def tiny_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Separate updates for all weights but norms, in several pieces each."""
+    """Update all weights except norms separately, in several pieces each."""
     monkeypatch.setattr(adamw, "SMALL", 256)
     monkeypatch.setattr(offload, "PIECE", 1024)
 
@@ -128,7 +128,7 @@ def test_gradients_in_host_memory_are_clipped_by_the_norm_of_all(name: str) -> N
 
 @pytest.mark.parametrize("place", ["device", "host", "released"])
 def test_gradients_that_exist_at_the_same_time(place: str) -> None:
-    """Of the weights that are updated one at a time, at most those of one sublayer."""
+    """Of the weights that are updated one at a time, at most those of one sublayer have a gradient."""
     run = stepper({"num_hidden_layers": 6}, gradients=place, grad_clip=0.0)
     large = [p for p in run.model.parameters() if p.numel() >= 256]
     most = 0
@@ -161,7 +161,7 @@ def test_a_dry_step_and_a_loss_that_is_not_finite_change_nothing(place: str) -> 
 
 
 def test_released_updates_stop_where_a_gradient_is_not_finite() -> None:
-    """The head comes first in the backward, so it is updated; from the bad gradient on, no weight changes."""
+    """The head comes first in the backward, so it is updated. From the bad gradient on, no weight changes."""
     run = stepper({"num_hidden_layers": 4}, gradients="released", grad_clip=0.0)
     before = weights_after(run, 2)
     bad = run.model.layers[1].mlp.input

@@ -1,4 +1,4 @@
-"""How long a step took, whenever the host comes to read it: the loop on a made-up device with a clock of its own."""
+"""Step times are right whenever the host reads them: the loop on a fake device with its own clock."""
 
 import itertools
 import time
@@ -24,11 +24,11 @@ STEPS, TOKENS, EVALUATION = 11, 256, 3.0
 
 
 class Device:
-    """Work that is done in the order in which it was launched, at the pace of the device, seen by one host.
+    """A device that runs work in the order of its launches, at its own pace, seen by one host.
 
-    Launching a step costs the host `launch` seconds, then its work costs the device `work`. Where `waits`, the host
-    is held inside of the launch until that is done, as by a step that copies something to the host. `held_up`: seconds
-    for which a busy machine keeps the host from running, by the step after whose launch it does.
+    Launching a step costs the host `launch` seconds, and then the device `work` seconds. With `waits`, the launch
+    blocks the host until the work is done, like a step that copies something to the host. `held_up` maps a step to
+    the seconds for which a busy machine stops the host after launching it.
     """
 
     def __init__(self, launch: float, work: float, waits: bool, held_up: dict[int, float] | None = None):
@@ -54,7 +54,7 @@ class Device:
 
 
 class At:
-    """A `DeviceEvent` of that device."""
+    """A `DeviceEvent` on that device."""
 
     def __init__(self, device: Device):
         self.seconds = max(device.now, device.free_at)
@@ -64,7 +64,7 @@ class At:
 
 
 class Finished:
-    """`StepMetrics` of that device."""
+    """`StepMetrics` on that device."""
 
     count = 1
 
@@ -99,7 +99,7 @@ class Rows(list[dict[str, Any]]):
 
 
 def run(device: Device, rows: Rows, monkeypatch: pytest.MonkeyPatch, reads_weights: bool = False) -> Trainer:
-    """Evaluated after every fifth step."""
+    """Run the loop, with an evaluation after every fifth step."""
     monkeypatch.setattr(trainer, "DeviceEvent", lambda _: At(device), raising=False)
     monkeypatch.setattr(time, "perf_counter", device.perf_counter)
     config = tiny_run.config("nothing", evaluate={"every": "5 steps"}, schedule={"length": f"{STEPS} steps"})

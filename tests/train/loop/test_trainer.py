@@ -1,4 +1,4 @@
-"""The loop as a whole: ending on time, bad steps, going back, evaluation on the way, given weights."""
+"""The training loop as a whole: ending on time, bad steps, rollback, evaluation during training, given weights."""
 
 import itertools
 import json
@@ -38,7 +38,7 @@ from tests.train.tiny_run import curve, events, plan, rows
 def test_a_run_in_hours_ends_on_time_when_the_speed_changes(
     clock: str, slower: float, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half the throughput, or twice, from the middle on: it ends within the limit with its learning rate decayed."""
+    """The throughput halves or doubles in the middle. The run ends within the limit with its learning rate decayed."""
     limit = 6.0
     virtual = tiny_run.VirtualTime(
         monkeypatch, lambda step: 0.03 * (slower if virtual.now > limit / 2 else 1.0)
@@ -54,7 +54,7 @@ def test_a_run_in_hours_ends_on_time_when_the_speed_changes(
     lrs = [r["lr"] for r in found]
     # The last step is one step short of the end, so its rate is the final one and a step's worth of decay.
     assert 0.1 <= lrs[-1] / max(lrs) <= 0.1 + 3 * 0.9 / (0.5 * len(lrs))
-    # It falls from the middle on without a jump, whatever was revised.
+    # It falls without a jump from the middle on, whatever was revised.
     steepest = max(a - b for a, b in itertools.pairwise(lrs))
     assert steepest <= 3 * max(lrs) * 0.9 / (0.5 * len(lrs))
     revisions = plan(tmp_path / "run")["revisions"]
@@ -64,14 +64,14 @@ def test_a_run_in_hours_ends_on_time_when_the_speed_changes(
 def test_time_lost_all_at_once_leaves_steps_to_decay(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All the time that was left is lost in one step at full learning rate: a few more are taken, within 2 %."""
+    """One step at full learning rate uses up all remaining time, so a few more are taken, within 2 %."""
     tiny_run.VirtualTime(monkeypatch, lambda step: 5.0 if step == 100 else 0.02)
     schedule = {"length": "6s", "clock": "training", "warmup": 0.0, "decay": 0.2, "final_lr_fraction": 0.0}
     summary = tiny_run.train(tmp_path, tiny_run.config(data, schedule=schedule)).summary
     lrs = [r["lr"] for r in rows(tmp_path / "run")]
     assert 104 < summary["steps"] <= 108 and lrs[-1] < 0.75 * lrs[0]
     over = summary["seconds"] - rows(tmp_path / "run")[100]["seconds"]
-    assert over <= 0.02 * 6 + 0.02  # the limit had passed already in the step that lost the time
+    assert over <= 0.02 * 6 + 0.02  # the limit had already passed in the step that lost the time
     assert "the length of 6 s cannot be met: 5 more steps" in events(tmp_path / "run")
 
 
@@ -97,9 +97,9 @@ def test_a_length_that_no_step_fits_into_says_so(data: Path, tmp_path: Path) -> 
 
 
 class Poison:
-    """Makes the loss of chosen data not finite (or a spike), and keeps which data each real step had.
+    """Makes the loss of chosen data non-finite (or a spike), and records the data of each real step.
 
-    Data is known by the position in the order of the step's first row, counted in steps.
+    Data is identified by the position of the step's first row, counted in steps.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch, bad: Callable[[int], bool], factor: float = float("nan")):
@@ -112,7 +112,7 @@ class Poison:
             position = loader._next_row // loader.options.rows_per_step
             batches = original_next(loader)
             position_of.update({id(b): position for b in batches})
-            poison.kept = batches  # so that no id is used again while it counts
+            poison.kept = batches  # keeps the ids from being reused while they count
             return batches
 
         def loss(stepper: Stepper, batch: Batch) -> Loss:
@@ -196,7 +196,7 @@ def test_too_many_bad_steps_go_back_and_past_the_data(
 def test_going_back_to_the_beginning_clears_the_optimizer(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run after it is the run that had begun at that place of the data."""
+    """The run then equals one that started at that place in the data."""
     config = tiny_run.config(
         data, schedule={"length": "15 steps"}, checkpoint={"every": "1000 steps"}, guard={"max_skips": 2}
     )
@@ -265,7 +265,7 @@ def test_out_of_memory_is_met_with_smaller_passes_of_the_same_batch(
     assert curve(run) == curve(fitted)
 
 
-# Evaluation on the way
+# Evaluation during training
 
 
 def test_evaluation_on_the_way_is_that_of_the_weights_then(data: Path, tmp_path: Path) -> None:
@@ -287,11 +287,11 @@ def test_evaluation_on_the_way_is_that_of_the_weights_then(data: Path, tmp_path:
     assert json.loads((run / "summary.json").read_text()) == summary
 
 
-# Beginning from given weights
+# Starting from given weights
 
 
 def test_a_run_begins_from_given_weights(data: Path, tmp_path: Path) -> None:
-    """From a run, and from the Hugging Face model that the run left: the same first loss, near where it ended."""
+    """From a run, and from the Hugging Face model in it: the same first loss, close to the run's last one."""
     optim = {"name": "adamw", "lr": 1e-2, "scale": False}
     base = tiny_run.train(tmp_path, tiny_run.config(data, optim=optim), "base").run.path
     options = f"--data.path {data} --batch.sequence_length 32 --batch.tokens 256 --compute.device cpu"
@@ -326,7 +326,7 @@ def test_a_run_begins_from_given_weights(data: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused_before_data_is_prepared(
     parts: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Preparing may take hours; the run's directory is gone too."""
+    """Preparing may take hours. The run's directory is removed too."""
     if "precision" in parts:
         failed = CheckResult(False, {"output": 1.0}, "output is all zero")
         monkeypatch.setattr(setup, "check", lambda *_: failed)
@@ -356,7 +356,7 @@ def test_why_a_recipe_is_emulated_is_told(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def foreign(data: Path) -> InitialWeights:
-    """Weights that fit no model, of the data's own tokenizer."""
+    """Save weights that fit no model, with the data's own tokenizer."""
     vocabulary = load_tokenizer(data).get_vocab(with_added_tokens=True)
     return InitialWeights("runs/base", {"only_here": torch.zeros(3)}, vocabulary)
 
@@ -445,7 +445,7 @@ def _twice(root: Path, config: Any) -> None:
 
 
 def test_deterministic_kernels_suffice(data: Path, tmp_path: Path) -> None:
-    """In a process of its own, because the switch is for a whole process. The same numbers as without it on a CPU."""
+    """Runs in a separate process, because the setting is global. On a CPU, the numbers equal those without it."""
     config = tiny_run.config(data, deterministic=True, schedule={"length": "10 steps"})
     child = tiny_run.call(_twice, tmp_path, config, log=tmp_path / "log")
     assert child.wait() == 0, child.text()

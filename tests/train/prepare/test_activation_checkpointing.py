@@ -1,4 +1,4 @@
-"""Recomputing activations changes neither the loss nor a gradient, and really recomputes what it says."""
+"""Activation checkpointing changes neither the loss nor a gradient, and recomputes what it claims to."""
 
 import gc
 from typing import Any
@@ -20,7 +20,9 @@ MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 def step(given: dict[str, Any], what: str) -> tuple[float, dict[str, torch.Tensor], dict[str, int], int]:
-    """Loss, gradients, forward calls of each part of a block (both blocks together), and bytes kept for backward."""
+    """Return loss, gradients, forward calls of each part of a block (both blocks
+    together), and bytes kept for backward.
+    """
     model = Transformer(ModelConfig(**{**SHAPE, **given}))
     initialize(model, 1)
     calls = {"attention": 0, "mlp": 0}
@@ -103,5 +105,5 @@ def test_each_sublayer_is_recomputed_once(what: str, active: bool, monkeypatch: 
     loss.backward()
     layers = len(model.layers)
     assert calls["mlp"] == (0 if active else layers * (2 if what == "block" else 1))
-    # Torch's checkpoint would call it again in the backward.
+    # torch's checkpoint would call it again in the backward.
     assert calls["fused"] == (layers if active else 0)

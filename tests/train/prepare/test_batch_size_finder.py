@@ -1,4 +1,4 @@
-"""Micro-batch fitting with a fake card that holds so many rows."""
+"""Micro-batch fitting with a fake GPU that has room for a given number of rows."""
 
 import contextlib
 import itertools
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 
 
 def nothing() -> None:
-    """Nothing to forget after an attempt on the fake card."""
+    """Does nothing: the fake GPU has nothing to free after an attempt."""
 
 
 class Card:
@@ -62,7 +62,7 @@ def test_candidates_divide_and_halve_and_end_at_one(rows: int, largest: int) -> 
     assert all(rows % n == 0 for n in chosen)
     for before, after in itertools.pairwise(chosen):
         assert after <= before / 2 or after == 1
-        # No larger divisor that is at most half was left out.
+        # No larger divisor that is at most half was skipped.
         assert after == max([n for n in fitting if 2 * n <= before] or [1])
 
 
@@ -99,7 +99,7 @@ def test_other_errors_are_not_taken_for_memory() -> None:
 
 
 def scarce(root: Path, config: RunConfig) -> None:
-    """Trains where the last process cannot hold the activations of 4 rows beside gradients."""
+    """Train where the last process cannot hold the activations of 4 rows beside gradients."""
     original = Stepper.loss
 
     def loss(stepper: Stepper, batch: Batch) -> Any:
@@ -114,7 +114,7 @@ def scarce(root: Path, config: RunConfig) -> None:
 
 
 def scarce_for_sums(root: Path, config: RunConfig) -> None:
-    """Trains where the last process cannot hold a copy of gradients beside the activations of 4 rows."""
+    """Train where the last process cannot hold a copy of gradients beside the activations of 4 rows."""
     loss, buffers, rows = Stepper.loss, GradientBuckets._buffers, 0
 
     def noted(stepper: Stepper, batch: Batch) -> Any:
@@ -132,7 +132,7 @@ def scarce_for_sums(root: Path, config: RunConfig) -> None:
 
 
 def test_a_dry_step_needs_the_memory_of_sums_beside_the_backward(data: Path, tmp_path: Path) -> None:
-    """It does not send them there, because a process without memory for them would leave the others waiting."""
+    """The dry step sends no sums, because a process without memory for them would leave the others waiting."""
     batch = {"sequence_length": 32, "tokens": 2 * 8 * 32, "micro_tokens": 4 * 32}
     config = tiny_run.config(data, batch=batch, schedule={"length": "3 steps"})
     child = tiny_run.call(scarce_for_sums, tmp_path, config, ranks=2, log=tmp_path / "log")
@@ -143,7 +143,7 @@ def test_a_dry_step_needs_the_memory_of_sums_beside_the_backward(data: Path, tmp
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_what_fits_only_without_gradients_does_not_fit(data: Path, tmp_path: Path, ranks: int) -> None:
-    """A second pass has gradients beside its activations. One process that is short of memory decides for all."""
+    """A second pass has gradients beside its activations. One process without enough memory decides for all."""
     batch = {"sequence_length": 32, "tokens": ranks * 8 * 32, "micro_tokens": 4 * 32}
     config = tiny_run.config(data, batch=batch, schedule={"length": "3 steps"})
     child = tiny_run.call(scarce, tmp_path, config, ranks=ranks, log=tmp_path / "log")
@@ -173,7 +173,7 @@ def test_the_worst_batch_has_the_shapes_of_the_loader_and_no_padding(data: Path,
 
 
 class Switch:
-    """Stands for `QuantizedModel`: whether the recipe is on."""
+    """Replaces `QuantizedModel`: records whether the recipe is on."""
 
     def __init__(self) -> None:
         self.active = True
@@ -215,7 +215,7 @@ def test_steps_in_bf16_of_a_quantised_run_have_to_fit_too(precision: dict[str, A
 
 
 def test_what_the_objective_will_keep_has_room_beside_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A card of 100 bytes, of which a row takes 10; freed blocks count no more."""
+    """A GPU has 100 bytes, of which a row needs 10. Freed blocks no longer count."""
     config, card = RunConfig(batch={"sequence_length": 32, "tokens": 8 * 32}), weakref.WeakSet[Any]()
 
     class Block:
@@ -275,7 +275,7 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 def test_kernels_are_compiled_before_the_first_dry_step(
     device: str, changes: dict[str, Any], compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only where a step whose launches are skipped cannot go wrong; what it wrote is forgotten."""
+    """This happens only if a step whose launches are skipped cannot go wrong, and its writes are discarded."""
     events: list[str] = []
 
     @contextlib.contextmanager
@@ -288,7 +288,7 @@ def test_kernels_are_compiled_before_the_first_dry_step(
         def dry_step(self, micro_rows: int, dataset: RowDataset, rows: int) -> float:
             events.append("step")
             if events == ["skipping launches", "step"]:
-                raise torch.OutOfMemoryError  # the dry step will find out as well
+                raise torch.OutOfMemoryError  # the dry step will find out too
             return 1.0
 
     monkeypatch.setattr("deskside.train.prepare.batch_size_finder.compile_ahead", ahead)
@@ -305,7 +305,7 @@ def test_kernels_are_compiled_before_the_first_dry_step(
 
 @pytest.mark.parametrize("keeps, before", [(0, []), (5, [False])])
 def test_what_steps_in_bf16_take_is_in_the_cache_when_others_look(keeps: int, before: list[bool]) -> None:
-    """Fitting beside what an objective keeps ends with an empty cache; the timed steps are of the recipe alone."""
+    """Fitting with an objective's reserved memory ends with an empty cache. The timed steps use only the recipe."""
     config = RunConfig(precision={"name": "fp8", "warmup_steps": 5})
     switch, ran = Switch(), list[bool]()
 
@@ -334,7 +334,7 @@ def test_what_steps_in_bf16_take_is_in_the_cache_when_others_look(keeps: int, be
 
 
 def test_kernels_are_compiled_ahead_once_for_each_shape_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And again after an attempt that ran out of memory before it had launched all of them."""
+    """They are compiled again after an attempt that ran out of memory before it had launched all of them."""
     config, ahead, dry = RunConfig(), [], []
 
     @contextlib.contextmanager

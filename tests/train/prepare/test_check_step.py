@@ -1,4 +1,4 @@
-"""The check of the hand-written block: it passes where they agree and refuses where a kernel is wrong."""
+"""The check of the hand-written block passes if both blocks agree and refuses a wrong kernel."""
 
 from typing import Any
 
@@ -75,7 +75,7 @@ def change_logits(monkeypatch: pytest.MonkeyPatch, size: float) -> None:
 
 
 def test_a_token_that_rounding_sends_to_another_expert_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A few of the 128 tokens get other experts, and their outputs are entirely different ones."""
+    """A few of the 128 tokens get other experts, so their outputs differ completely."""
     change_logits(monkeypatch, 0.01)
     check_block(model(**EXPERTS))
 

@@ -1,4 +1,4 @@
-"""Self-checks that passed are not repeated by later runs; what failed or is emulated for a reason is."""
+"""Later runs do not repeat self-checks that passed, but they repeat failed checks and those that chose emulation."""
 
 from pathlib import Path
 
@@ -63,7 +63,7 @@ def test_a_second_run_does_not_check_its_recipe_again(
 
 
 def test_autograds_thread_has_a_context_without_the_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Self-checks and trials create it, but kept ones do not run, and a kept choice is all that rank 1 ever gets."""
+    """Self-checks and trials create it, but cached ones do not run, and rank 1 only ever gets a cached choice."""
     cpu, prepared = torch.device("cpu"), list[torch.device]()
     monkeypatch.setattr(setup, "create_cuda_context_for_autograd", prepared.append)
     config, world = tiny_run.config("nowhere", model={"vocab_size": 304}), World(cpu)
@@ -74,7 +74,7 @@ def test_autograds_thread_has_a_context_without_the_checks(monkeypatch: pytest.M
 def test_the_fused_block_is_checked_on_every_card_and_for_every_dtype(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ranks share the cache, in which the machine is that of the first GPU."""
+    """Ranks share the cache, in which the machine is identified by its first GPU."""
     checked: list[str] = []
 
     def check_block(made: object) -> CheckResult:

@@ -1,4 +1,4 @@
-"""What a run settles about its precision before it begins: which products are native, and what the run keeps of it."""
+"""Decisions about a run's precision before it begins: which products are native, and what the run records."""
 
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ def config(name: str, **parts: Any) -> RunConfig:
 
 
 class Card:
-    """The answers of a card that is not here: `layers`, `head`: what their self-checks give; `caps`: its formats."""
+    """A GPU that this machine lacks. `layers` and `head`: results of their self-checks. `caps`: its formats."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, layers: CheckResult, head: CheckResult, has: HardwareCaps
@@ -69,7 +69,7 @@ def head_of(model: Transformer) -> QuantizedHead:
 
 @pytest.mark.parametrize("native", [True, False])
 def test_a_head_runs_as_its_own_check_says(native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under an NVFP4 recipe, which a card like the H200 emulates while its FP8 is native."""
+    """Uses an NVFP4 recipe, which a GPU like the H200 emulates although its FP8 is native."""
     card = Card(monkeypatch, EMULATED, NATIVE if native else EMULATED, HardwareCaps())
     asked = config("nvfp4", precision={"head": "fp8", "keep_first": 0.0, "keep_last": 0.0})
     recipe, facts = setup.choose_recipe(asked, CARD, card.said.append)
@@ -115,7 +115,7 @@ def test_experts_run_as_their_own_check_says(native: bool, monkeypatch: pytest.M
     assert ways == [("fp8-delayed", None, True)] and recipe == "fp8-delayed"
     assert facts["experts"] == {"chosen": "fp8-rowwise", "native": native, "errors": {}}
     assert facts["units"]["grouped_fp8"] is native and facts["grouped_products"] == "triton"
-    assert "fp8-rowwise" in card.said[0]  # a scaling other than the dense layers' is told
+    assert "fp8-rowwise" in card.said[0]  # a scaling that differs from the dense layers' is reported
     assert [text for text in card.said if "emulated" in text] == card.said[1:] and len(
         card.said
     ) == 2 - native
@@ -134,7 +134,7 @@ def test_a_run_says_if_its_experts_are_a_loop(monkeypatch: pytest.MonkeyPatch) -
     _, facts = setup.choose_recipe(config("bf16", model=EXPERTS), CARD, card.said.append)
     assert facts["grouped_products"] == "loop" and len(card.said) == 1
     _, facts = setup.choose_recipe(config("fp32", model=EXPERTS), torch.device("cpu"), card.said.append)
-    assert facts["grouped_products"] == "loop" and len(card.said) == 1  # a CPU has nothing else
+    assert facts["grouped_products"] == "loop" and len(card.said) == 1  # a CPU has no native formats
 
 
 def test_experts_that_are_wrong_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,13 +155,13 @@ def test_experts_are_emulated_where_layers_are(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("faster", [True, False])
 def test_what_the_stopwatch_found_is_kept(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the run's facts, from where other processes and a resumed run take it."""
+    """The result is recorded in the run's facts, where other processes and a resumed run find it."""
     card = Card(monkeypatch, NATIVE, NATIVE, HardwareCaps(fp4=True, mxfp8=faster))
     _, facts = setup.choose_recipe(config("fp8"), CARD, card.said.append)
     assert facts["units"] == {"fp4": True, "mxfp8": faster, "grouped_fp8": False}
     setup.choose_recipe(config("fp8"), CARD, card.said.append, facts)
     assert card.asked == [None, faster]
-    old = {"chosen": "fp8-delayed", "native": True}  # of a run that kept none
+    old = {"chosen": "fp8-delayed", "native": True}  # of a run that recorded none
     setup.choose_recipe(config("fp8"), CARD, card.said.append, old)
     assert card.asked[-1] is None
 

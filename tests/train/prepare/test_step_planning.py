@@ -1,4 +1,6 @@
-"""The memory that a run expects of its step: what `budget/memory.py` says of the passes that a process really does."""
+"""The memory that a run predicts for its step: what `budget/memory.py` gives
+for the passes that a process really makes.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -25,7 +27,7 @@ ROWS = 1024
 @pytest.mark.parametrize("processes", [2, 4])
 @pytest.mark.parametrize("passes", [1, 2, 4])
 def test_passes_are_counted_per_process(processes: int, sharded: bool, passes: int) -> None:
-    """One pass on each of several processes keeps no gradients of an earlier one, replicas or shards."""
+    """One pass on each of several processes keeps no gradients of an earlier one, with replicas and with shards."""
     tokens = processes * passes * ROWS
     config = merge.build([{"batch": {"tokens": tokens, "sequence_length": ROWS}}])
     work = StepSpec(ROWS, tokens, ROWS, gpus=processes, sharded=sharded, optimizer=config.optim.name)
@@ -57,7 +59,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("changes", SETTINGS.values(), ids=SETTINGS)
 def test_training_models_the_step_that_the_planner_models(changes: dict[str, Any]) -> None:
-    """Two roads from one configuration to bytes: `plan.setting.setting_from_config`, and what a run says of itself."""
+    """Compares two paths from a configuration to bytes:
+    `plan.estimate.setting_from_config`, and the run's own description.
+    """
     config = merge.build([{"batch": {"tokens": 4 * ROWS, "sequence_length": ROWS}}, changes])
     name = config.precision.name if config.precision.name != "auto" else "bf16"
     native: frozenset[LowFormat] = frozenset({"fp8"})
@@ -99,7 +103,7 @@ def test_too_little_host_memory_is_refused_with_its_items(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_host_memory_is_that_of_all_processes(sharded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each of two replicas has its own states there; of a sharded model, each process has half of them."""
+    """Each of two replicas has its own states there. With a sharded model, each process has half of them."""
     config = merge.build([*presets.layers("710m"), {"optim": {"name": "adamw", "offload": True}}])
     length = config.batch.sequence_length
     of_one = sum(host_memory(config.model, step_spec(config, length, "bf16", "fused", ())).values())

@@ -1,4 +1,4 @@
-"""Checkpoints written while training goes on: the same bytes, and kills, errors and stops while one is written."""
+"""Checkpoints written during training: the same bytes, and kills, errors and stops while one is written."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def wait_for_step(run: Path, step: int) -> None:
 
 
 def intercept_save(step: int, before: Callable[[Path], object]) -> None:
-    """Call `before` with the run's path in the thread that writes the checkpoint of `step`, before it is written."""
+    """Call `before` with the run's path in the writing thread, before it writes the checkpoint of `step`."""
     original = files.save
 
     def save(folder: Path, at: int, *args: Any) -> Any:
@@ -53,9 +53,9 @@ def intercept_save(step: int, before: Callable[[Path], object]) -> None:
 
 
 class TrainingWaits:
-    """Tells the thread that writes when training begins and ends to wait for what it writes.
+    """Tells the writing thread when training begins and ends to wait for it.
 
-    So a write takes just as long as a test needs, on a machine of any speed.
+    A write therefore takes exactly as long as a test needs, on a machine of any speed.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class TrainingWaits:
 
 
 def signal_at(step: int, number: int) -> None:
-    """Send training this signal in its own thread when it logs `step`, thus while it runs the step after."""
+    """Send a signal from training's own thread when it logs `step`, thus during the next step."""
     original = RunDirectory.append_metrics
 
     def append(self: RunDirectory, row: dict[str, Any]) -> None:
@@ -112,7 +112,9 @@ def train_with_late_writes(root: Path, config: RunConfig, name: str) -> None:
 
 
 def contents(folder: Path) -> dict[str, Any]:
-    """Return every file by its path. Shards have metadata in a random order, so their headers are parsed."""
+    """Return the content of every file by its path. Shards have metadata in
+    random order, so their headers are parsed.
+    """
     result: dict[str, Any] = {}
     for checkpoint in files.find(folder):
         files.verify(checkpoint)
@@ -277,14 +279,14 @@ def test_an_error_ends_the_run_within_a_step(data: Path, tmp_path: Path) -> None
 
 
 class Stopped(BaseException):
-    """Ends a run in this process, other than by a signal."""
+    """Ends a run in this process without a signal."""
 
 
 @pytest.mark.parametrize("background, saves", [("auto", 3), (False, 2)])
 def test_time_is_left_for_a_checkpoint_that_is_still_written_at_the_end(
     background: Any, saves: int, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beside the last checkpoint and the export."""
+    """Time is reserved for it, in addition to the last checkpoint and the export."""
     reserved: list[float] = []
 
     def stop(stepper: Any, stages: Any, length: Any, *given: Any, **options: Any) -> None:
@@ -309,7 +311,7 @@ def test_a_run_that_fails_meanwhile_waits_for_the_checkpoint(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The error that is raised is the one of the run; that of the checkpoint is printed before."""
+    """The run's error is raised, and the checkpoint's error is printed before it."""
     failed, append_metrics, event = threading.Event(), RunDirectory.append_metrics, RunDirectory.event
 
     def write_event(self: RunDirectory, text: str) -> None:
@@ -343,7 +345,9 @@ def test_a_run_that_fails_meanwhile_waits_for_the_checkpoint(
 
 
 def test_a_stop_waits_until_the_checkpoint_is_published(data: Path, tmp_path: Path) -> None:
-    """Asked to stop in step 13 while step 10 is written, the run saves step 13 behind it, and both are whole."""
+    """The stop is requested in step 13 while step 10 is written. The run saves
+    step 13 afterwards, and both are complete.
+    """
     intercept_save(10, TrainingWaits().until_begun)
     signal_at(12, signal.SIGTERM)
     outcome = tiny_run.train(tmp_path, tiny_run.config(data))
@@ -355,7 +359,7 @@ def test_a_stop_waits_until_the_checkpoint_is_published(data: Path, tmp_path: Pa
 
 
 def interrupted_twice(root: Path, config: RunConfig, write_fails: bool) -> None:
-    """Interrupt the run while step 10 is written, and again while it waits for that to save its last step."""
+    """Interrupt the run while step 10 is written, and again while it waits for that write to save its last step."""
     waits = TrainingWaits()
 
     def interrupt(run: Path) -> None:
@@ -419,7 +423,7 @@ def test_without_the_memory_training_waits_and_says_why(
 
 
 def train_with_less_memory_for_the_second(root: Path, config: RunConfig) -> None:
-    """When rank 1 looks, rank 0 has allocated its part already."""
+    """Rank 0 has already allocated its part when rank 1 measures the free memory."""
     checkpointer.usable_bytes = lambda: None if os.environ["RANK"] == "0" else 100  # type: ignore[assignment]
     tiny_run.train(root, config)
 

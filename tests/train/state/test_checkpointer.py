@@ -1,4 +1,4 @@
-"""Where a checkpoint's tensors are read to."""
+"""The device that a checkpoint's tensors are read to, and the order of its writes."""
 
 import os
 from dataclasses import replace
@@ -20,7 +20,7 @@ from tests.train import tiny_run
 def test_offloaded_state_is_read_to_the_host(
     offload: bool, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may be more than the card holds. "meta" stands for the card; the tensors are read on the CPU all the same."""
+    """It may exceed the GPU's memory. "meta" replaces the GPU, and the tensors are still read on the CPU."""
     optim = {"name": "adamw", "lr": 3e-3, "offload": offload}
     config = tiny_run.config(data, optim=optim, schedule={"length": "20 steps"})
     whole = tiny_run.train(tmp_path, config, "whole").run.path
@@ -55,8 +55,9 @@ def test_offloaded_state_is_read_to_the_host(
 def test_the_metrics_are_on_the_disk_before_a_checkpoint_is_written(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the order of what a run asks of the disk, with how long the metrics were at that moment; later steps may be
-    logged already."""
+    """Checks the order of the run's writes, and the metrics' length at that
+    moment. Later steps may already be logged.
+    """
     synced, saved = 0, []
     original_sync, original_save = os.fsync, checkpoint.save
 

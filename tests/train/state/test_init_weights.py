@@ -1,4 +1,4 @@
-"""A vocabulary that grows: new tokens begin as the mean of the others, all others stay as they are."""
+"""A growing vocabulary: new tokens start as the mean of the others, which stay unchanged."""
 
 import torch
 
