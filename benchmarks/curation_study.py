@@ -1,4 +1,4 @@
-"""Whether `deskside data curate` lowers the loss: data sets and a study of a dirtied corpus, before and after it.
+"""Measure whether `deskside data curate` lowers the loss: data sets and a study of a dirtied corpus, before and after.
 
     python -m benchmarks.curation_study data/en_train_0*.jsonl.gz --val data/en_val.jsonl.gz --out data/curation
     deskside study data/curation/study.toml --out studies/curation

@@ -245,7 +245,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def resume(options: argparse.Namespace) -> dict[str, Any]:
-    """Stop runs in the middle, go on with as many and with fewer GPUs, and compare with a run that was not stopped.
+    """Stop runs in the middle, resume them on as many and on fewer GPUs, and compare with an uninterrupted run.
 
     Returns the largest relative difference of a loss after the stop, for each number of GPUs.
     """

@@ -189,7 +189,7 @@ def _replace_nanochat_modules(dataset: PackedDataset, spec: dict[str, Any]) -> N
                     yield batch.tokens_BT, targets_BT, {"epoch": 0, "pq_idx": 0, "rg_idx": 0}
 
     def nothing(*arguments: Any, **options: Any) -> None:
-        """Stand in for what a training run without evaluation does not use."""
+        """Replace functions that a training run without evaluation does not use."""
 
     def token_bytes(device: Any) -> torch.Tensor:
         return torch.from_numpy(dataset.token_bytes.astype(np.int64)).to(device)

@@ -10,7 +10,7 @@ import pytest
 
 from deskside.cli.main import main
 from tests.serve import made_run
-from tests.test_hostile_files import commands, begin_pipeline
+from tests.test_hostile_files import begin_pipeline, commands
 
 
 @pytest.fixture(scope="module")
