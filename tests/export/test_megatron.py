@@ -20,16 +20,18 @@ CASES: dict[str, dict[str, Any]] = {
     "qwen3": {"rope_theta": 1e6},
     "llama": {"qk_norm": False, "tie_word_embeddings": True, "num_key_value_heads": 4},
 }
-# Writes the checkpoint of each model, runs megatron-core's model on it, and brings the weights back from the name that
-# training would have given them. Without a GPU, dropout of 0 has no state of random numbers to take.
+# Writes the checkpoint of each model, runs megatron-core's model on it, and brings the weights back from a checkpoint
+# as training would have written it. Without a GPU, dropout of 0 has no state of random numbers to take.
 SCRIPT = """
-import contextlib, sys
-from pathlib import Path
-import torch
-from deskside.export import megatron
-from deskside.weights.hf import load_hf, to_hf
+import sys
 
-def main():
+def main():  # with all imports: megatron-core's writer starts a process that imports this file
+    import contextlib
+    from pathlib import Path
+    import torch
+    from deskside.export import megatron
+    from deskside.weights.hf import load_hf, to_hf
+
     for folder in map(Path, sys.argv[1:]):
         assert megatron.main([str(folder / "hf"), "--out", str(folder / "checkpoint")]) == 0
         source, _ = to_hf(*reversed(load_hf(folder / "hf")))
@@ -44,7 +46,11 @@ def main():
             hidden = torch.ones(T, T, dtype=torch.bool).triu(1).expand(B, 1, T, T)  # what a token may not see
             with torch.no_grad():
                 torch.save(model(ids, torch.arange(T).expand(B, T), hidden), folder / "logits.pt")
-        (folder / "checkpoint/release").rename(folder / "checkpoint/iter_0000010")
+            padded = megatron.gpt_model({**source, "vocab_size": 640})  # Megatron-LM rounds vocabularies up
+            state = {"model": padded.sharded_state_dict()}
+            padded.load_state_dict(dist_checkpointing.load(state, str(folder / "checkpoint/release"))["model"])
+            (folder / "checkpoint/iter_0000010").mkdir()
+            dist_checkpointing.save({"model": padded.sharded_state_dict()}, str(folder / "checkpoint/iter_0000010"))
         (folder / "checkpoint" / megatron.TRACKER).write_text("10")
         command = [str(folder / "hf"), "--back", str(folder / "checkpoint"), "--out", str(folder / "back")]
         assert megatron.main(command) == 0
