@@ -9,12 +9,22 @@ from deskside.budget.running_costs import Watts, wall_watts
 from deskside.dashboard.searches import Search
 from deskside.dashboard.word_filter import contains
 from deskside.facts.power_and_prices import default_electricity_price
-from deskside.run.record import MetricsLog, RunRecord, machine_name, mapping, number, series, text
+from deskside.run.record import (
+    MetricsLog,
+    RunRecord,
+    has_known_peak,
+    machine_name,
+    mapping,
+    number,
+    series,
+    text,
+)
 from deskside.study.results import INTERRUPTED, Arm, Results, Trial, best_first
 from deskside.study.stats.metrics import QUALITY, SPEED, metric_named
 from deskside.utils.format import count, percent, plural, printable
 
 RUN, TRIAL, STUDY, SEARCH = "run", "trial", "study", "search"
+MFU_HELP = "model FLOPs utilization; of a study, its best arm; not of a CPU, whose peak is not known well"
 SPARKLINE_POINTS = 32
 SPARKLINE_SKIPPED = 0.05  # the first losses would flatten the rest of the line
 # Results of objectives that have no bits per byte: (key in summary.json, how the table says it).
@@ -104,7 +114,7 @@ def run_row(
         bpb=min((bpb for bpb in (lowest, last_bpb) if bpb is not None), default=None),
         last_bpb=last_bpb,
         tokens_per_second=newest("tokens_per_second"),
-        mfu=newest("mfu"),
+        mfu=newest("mfu") if has_known_peak(environment) else None,
         seconds=seconds,
         dollars=dollars,
         created=text(record.run.get("created")),
@@ -158,7 +168,7 @@ def study_row(results: Results, name: str) -> TableRow:
         progress=None if results.complete or not trials else ended / len(trials),
         bpb=of_best(QUALITY),
         tokens_per_second=of_best(SPEED),
-        mfu=of_best("mfu"),
+        mfu=of_best("mfu") if has_known_peak(results.machine) else None,
         seconds=sum(times) if times else None,
         dollars=sum(costs) if costs else None,
         created=results.created or min((trial.started for trial in trials if trial.started), default=""),
@@ -263,7 +273,7 @@ def columns() -> list[dict[str, str]]:
             "help": f"the lowest {bpb.label} of a run; of a study, its best arm; of a search, the best so far",
         },
         {"key": "tokens_per_second", "title": "tokens/s", "help": f"{speed.about}; of a study, its best arm"},
-        {"key": "mfu", "title": "MFU", "help": "model FLOPs utilization; of a study, its best arm"},
+        {"key": "mfu", "title": "MFU", "help": MFU_HELP},
         {
             "key": "seconds",
             "title": "time",

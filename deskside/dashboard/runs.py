@@ -50,10 +50,13 @@ class RunProgress:
     def text(self) -> str:
         """The step and the time left, such as "step 40 of 200; about 2 min left"."""
         total = f" of {self.total:,}" if self.total else ""
-        left = (
-            "time left unknown" if self.seconds_left is None else f"about {elapsed(self.seconds_left)} left"
-        )
+        left = "time left unknown" if self.seconds_left is None else f"about {_whole(self.seconds_left)} left"
         return f"step {self.step or 0:,}{total}; {left}"
+
+
+def _whole(seconds: float) -> str:
+    """Return a time without parts of a second, which no forecast knows."""
+    return f"{round(seconds)} s" if seconds < 99.5 else elapsed(seconds)
 
 
 def progress(record: RunRecord, log: MetricsLog, now: float | None = None) -> RunProgress:

@@ -9,6 +9,7 @@ from typing import Any
 import streamlit as st
 
 from deskside.dashboard import file_cache
+from deskside.dashboard.level_labels import level_labels
 from deskside.dashboard.scan import ScanResult, name_below
 from deskside.dashboard.word_filter import contains
 from deskside.run.record import machine_name
@@ -162,7 +163,8 @@ def _filters(unfiltered: Results, study: str) -> Filters:
     folded = len(varied) > MAX_OPEN_FILTERS
     with st.expander(f"{len(varied)} options", expanded=False) if folded else st.container():
         for name, (label, factor_levels) in varied.items():
-            chosen = multiselect(f"factor {name}", label, factor_levels)
+            names = level_labels(unfiltered.arms, name, factor_levels)
+            chosen = multiselect(f"factor {name}", label, factor_levels, names)
             if chosen is not None:
                 levels[name] = chosen
     all_statuses = sorted({status for arm in unfiltered.arms for status in statuses(arm)})

@@ -14,6 +14,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from deskside.dashboard.label_places import Line, Mark, label_offset, place_labels
+from deskside.dashboard.level_labels import level_labels
 from deskside.dashboard.plotly_charts import (
     COLORS,
     EDGE_COLOR,
@@ -39,6 +40,7 @@ WIDE_SCREEN = 1100
 LABEL_COLUMNS = 24
 CHARACTER_WIDTH, TEXT_HEIGHT = 6.4, 18.0  # pixels of a character of a label, on average, and of its line
 DIGIT_WIDTH = 8.0
+HIDDEN_NUMBERS = "(Marks that lie over each other may have no place for a number. Point at one for its name.)"
 BOTH, WIDE_ONLY, NARROW_ONLY = "", "wide", "narrow"  # names of annotations: the screens that show them
 Side = tuple[int, int]
 Size = tuple[float, float]
@@ -63,7 +65,9 @@ def trade_off(results: Results, x_key: str, y_key: str, factor: Factor | None = 
         return None
     figure = go.Figure()
     _add_front(figure, data)
-    for index, (level, points) in enumerate(_by_level(data, factor).items()):
+    by_level = _by_level(data, factor)
+    levels = level_labels(results.arms, factor.name, list(by_level)) if factor is not None else {}
+    for index, (level, points) in enumerate(by_level.items()):
         symbol = SYMBOLS[index % len(SYMBOLS)]
         figure.add_scatter(
             x=[point.x.mean for point in points],
@@ -71,7 +75,7 @@ def trade_off(results: Results, x_key: str, y_key: str, factor: Factor | None = 
             error_x=_thin(error_bars([point.x for point in points])),
             error_y=_thin(error_bars([point.y for point in points])),
             mode="markers",
-            name=wrap_label(level, 40),
+            name=wrap_label(levels.get(level, level), 40),
             marker={
                 "size": [2 * _radius(point) for point in points],
                 "color": COLORS[index % len(COLORS)],
@@ -288,5 +292,6 @@ def number_list(figure: go.Figure) -> str:
         f'<li class="{NARROW_ONLY if named_if_wide else BOTH}"><b>{number}</b> {escape(name)}</li>'
         for number, name, named_if_wide in numbered
     )
+    entries += f"<li>{HIDDEN_NUMBERS}</li>"
     screens = NARROW_ONLY if all(named_if_wide for _, _, named_if_wide in numbered) else BOTH
     return f'<ul class="numbered {screens}" aria-label="names of the numbered points">{entries}</ul>'

@@ -4,7 +4,7 @@ from deskside.facts.power_and_prices import electricity_prices
 from deskside.report.document import Block, Bullets, KeyNumber, KeyNumbers
 from deskside.report.run_plan import recipe_used
 from deskside.run.lineage import energy_use
-from deskside.run.record import RunRecord, machine_name, mapping, number, text
+from deskside.run.record import RunRecord, has_known_peak, machine_name, mapping, number, text
 from deskside.utils.format import count, elapsed
 from deskside.utils.format import number as number_text
 
@@ -160,7 +160,8 @@ def _size_and_time(record: RunRecord) -> list[KeyNumber]:
 
 
 def _speed_and_memory(record: RunRecord) -> list[KeyNumber]:
-    speed, mfu = record.newest("tokens_per_second", "tokens_per_second"), record.newest("mfu", "mfu")
+    speed = record.newest("tokens_per_second", "tokens_per_second")
+    mfu = record.newest("mfu", "mfu") if has_known_peak(record.environment) else None
     memory = record.newest("peak_memory_gib", "memory_gib")
     whole = number(mapping(record.environment.get("gpu")).get("memory_gib"))
     numbers = []

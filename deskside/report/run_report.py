@@ -20,7 +20,7 @@ from deskside.report.document import (
 )
 from deskside.report.run_answer import loss_unit, objective, opening, parameters, trained, verdict
 from deskside.report.run_plan import plan_blocks, provenance_rows, recipe_used
-from deskside.run.record import RunRecord, flatten, mapping, number, objects, text
+from deskside.run.record import RunRecord, flatten, has_known_peak, mapping, number, objects, text
 from deskside.utils.console import command_lines
 from deskside.utils.format import UNKNOWN, count, elapsed, percent, plural, value_text
 
@@ -98,6 +98,9 @@ def _results_table(record: RunRecord) -> Table:
         return UNKNOWN if value is None else f"{value:.4f} {loss_unit(record)}".rstrip()
 
     mfu, memory = record.newest("mfu", "mfu"), record.newest("peak_memory_gib", "memory_gib")
+    utilization = UNKNOWN if mfu is None else f"{100 * mfu:.1f} %"
+    if not has_known_peak(record.environment):
+        utilization = "not known: the peak of a CPU depends on what else it does"
     loss_before = number(mapping(summary.get("before")).get("val_loss"))
     seconds = record.newest("seconds", "seconds")
     clock = text(summary.get("clock")) or text(record.plan.get("clock"))
@@ -118,7 +121,7 @@ def _results_table(record: RunRecord) -> Table:
         ("tokens per second", count(record.newest("tokens_per_second", "tokens_per_second")), "measured"),
         (
             "model FLOPs utilization",
-            UNKNOWN if mfu is None else f"{100 * mfu:.1f} %",
+            utilization,
             "measured speed, modelled FLOPs",
         ),
         ("peak memory", UNKNOWN if memory is None else f"{memory:.2f} GiB", "measured"),

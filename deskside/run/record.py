@@ -396,6 +396,11 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def has_known_peak(machine: Mapping[str, Any]) -> bool:
+    """Return False for a CPU. Its measured peak depends on what else it does, so an MFU can be above 100 %."""
+    return text(machine.get("device")) != "cpu"
+
+
 def machine_name(machine: Mapping[str, Any], default: str = "unknown machine") -> str:
     """Return the name of the GPU, or else of the CPU. machine: environment.json, or the machine of a study."""
     gpu = machine.get("gpu")

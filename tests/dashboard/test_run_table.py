@@ -58,6 +58,13 @@ def test_the_best_of_a_run_that_overfits_is_not_its_last(tmp_path: Path) -> None
     assert (row.bpb, row.last_bpb) == (1.4, 1.4) and not run_details.last_bpb_note(row)
 
 
+def test_a_cpu_has_no_utilization(tmp_path: Path) -> None:
+    made_up.run(tmp_path / "a", mfu=1.05)
+    assert rows(tmp_path)["a"].mfu == 1.05
+    (tmp_path / "a/environment.json").write_text(json.dumps({"device": "cpu", "cpu": "a CPU"}))
+    assert rows(tmp_path)["a"].mfu is None
+
+
 def test_broken_runs_have_rows_too(tmp_path: Path) -> None:
     made_up.broken(tmp_path)
     found = rows(tmp_path)

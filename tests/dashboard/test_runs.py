@@ -1,5 +1,6 @@
 """How far a run is, and what was predicted of it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ def test_the_time_left_is_the_steps_left_at_the_pace_of_the_last_ones(tmp_path: 
     now = progress(read_brief(tmp_path / "r"), read_metrics(tmp_path / "r"))
     assert (now.step, now.total, now.share) == (40, 200, 0.2)
     assert now.seconds_left == pytest.approx(160 * 0.5)
+    assert "80 s left" in now.text and "1 s left" in replace(now, seconds_left=0.928).text
     assert now.values["val_bpb"] == pytest.approx(1.025)  # of step 40, though most steps have none
     assert now.values["watts"] == 310.0
 

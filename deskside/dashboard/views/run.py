@@ -19,7 +19,7 @@ from deskside.dashboard.sidebar import Context, literal
 from deskside.report.run_answer import loss_unit, objective
 from deskside.report.run_chart_data import CHARTS, run_line
 from deskside.report.run_report import verdict
-from deskside.run.record import RunRecord, flatten, machine_name
+from deskside.run.record import RunRecord, flatten, has_known_peak, machine_name
 from deskside.utils.format import elapsed, percent, plural, value_text
 
 MAX_RUNS = 8  # that are drawn together
@@ -108,6 +108,8 @@ def _draw_head(context: Context, chosen: Mapping[str, FoundRun]) -> None:
     st.caption(" · ".join(literal(part) for part in [*details, *record.problems, log.problem] if part))
     with st.container(horizontal=True, gap="medium"):
         numbers = key_numbers(row, newest_values(file_cache.metrics(run.path).rows))
+        if not has_known_peak(record.environment):
+            del numbers["MFU"]
         for label, value in numbers.items():
             if value is not None:
                 st.metric(label, value, width="content", help=cost_note() if label == "electricity" else None)

@@ -17,7 +17,6 @@ AXIS_KEYS = {
     "energy and quality": ("joules_per_token", "val_bpb"),
 }
 NO_FACTOR = "nothing"
-NUMBERS = "Point at a mark for its name and values; where marks lie over each other, some have no place for a number."
 
 
 def show(context: Context) -> None:
@@ -53,8 +52,7 @@ def show(context: Context) -> None:
     with st.container(key="trade-off"):
         chart(figure, choice.replace(" ", "-"), f"{choice} of {len(results.arms)} arms")
         st.html(trade_off_chart.screen_style(figure, "trade-off") + trade_off_chart.number_list(figure))
-    notes = [NUMBERS] if figure.layout.meta["numbered"] else []
-    st.caption(" ".join([seeds_note(selection, y_key), *_legend_notes(results, x_key, y_key), *notes]))
+    st.caption(" ".join([seeds_note(selection, y_key), *_legend_notes(results, x_key, y_key)]))
     st.dataframe(_table(results, x_key, y_key), hide_index=True, width="stretch")
 
 
