@@ -1,4 +1,4 @@
-"""What the pages of the documentation ask their reader to do, and what `benchmarks.docs_walk` runs instead.
+"""The steps that the documentation asks its reader to do, and the commands that `benchmarks.docs_walk` runs instead.
 
 Blocks of code are commands; with a title, they are files (```toml title="my.toml"); Python without a title is run.
 Commands that need hours, a GPU or the hub are made smaller (`SMALLER`) or left out (`LEFT_OUT`), with a reason.

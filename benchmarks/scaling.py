@@ -58,7 +58,7 @@ POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained, and on how many GPUs. tokens: of a step, in all GPUs."""
+    """A training configuration and its number of GPUs. tokens: of a step, on all GPUs together."""
 
     preset: str
     optimizer: str

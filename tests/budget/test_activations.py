@@ -31,7 +31,9 @@ def at_loss(shape: ModelConfig, micro_tokens: int, **options: Any) -> dict[str, 
 
 
 def saved_bytes(config: ModelConfig, compiled: bool) -> int:
-    """Bytes that the backward pass of all blocks keeps for 128 tokens in bfloat16, weights and their casts aside."""
+    """Return the bytes that the backward of all blocks keeps for 128 tokens in
+    bfloat16, without weights and their casts.
+    """
     model = Transformer(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
@@ -86,7 +88,9 @@ def test_each_rung_of_checkpointing_keeps_less() -> None:
 
 
 def test_a_recomputed_fused_mlp_has_its_normed_input_again() -> None:
-    """Two bytes of the normed input of 768 and six of the MLP's 2048 channels; in FP8, both inputs are codes."""
+    """Two bytes per value of the normed input of 768 and of six tensors of the MLP's 2048
+    channels. In FP8, both inputs are codes.
+    """
     shape, bf16 = ModelConfig(), StepSpec(2048, 65536, 32768, copies="step")
     for work, recomputed in (
         (bf16, 2 * 768 + 6 * 2048),
@@ -100,8 +104,9 @@ def test_a_recomputed_fused_mlp_has_its_normed_input_again() -> None:
 
 
 def test_fp8_keeps_what_projections_read_in_one_byte() -> None:
-    """Per token of each of 12 blocks: two normed inputs of 768 and the MLP's inside of 2048 take one byte less each;
-    attention's output of 768 one more, because attention itself keeps it in BF16."""
+    """Per token of each of 12 blocks, two normed inputs of 768 and the MLP's 2048 hidden channels take one byte less
+    each. Attention's output of 768 takes one more, because attention itself keeps it in BF16.
+    """
     shape, bf16 = ModelConfig(), StepSpec(2048, 65536, 32768)
     fp8 = replace(bf16, precision="fp8", native=FP8)
 
@@ -114,6 +119,6 @@ def test_fp8_keeps_what_projections_read_in_one_byte() -> None:
     assert kept(replace(fp8, native=frozenset())) == kept(fp8)
     assert kept(replace(fp8, precision="nvfp4")) == kept(bf16)
     assert kept(replace(fp8, precision="fp8-rowwise")) == kept(fp8)
-    # Recomputed, a half keeps neither its normed input nor its output: the MLP's are the rest.
+    # A recomputed sublayer keeps neither its normed input nor its output, so the MLP's remain.
     again = [kept(replace(work, activation_checkpointing="attention")) for work in (bf16, fp8)]
     assert again[0] - again[1] == 12 * 32768 * (768 + 2048)

@@ -125,14 +125,14 @@ def test_joined_bytes_are_those_of_what_the_products_take(
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_peaks_measured_on_a_card(format: Any) -> None:
-    """Of Qwen2.5-1.5B's shape on an H200. Its logits are 1.16 GiB: the loss's kernel has no second copy of them."""
+    """Qwen2.5-1.5B's shape on an H200. Its logits are 1.16 GiB, of which the loss kernel has no second copy."""
     (row,) = (arm for arm in json.loads(MEASURED.read_text("utf-8"))["arms"] if arm["arm"] == format)
     spec = StepSpec(1024, 4096, 4096, optimizer="adamw", adapter=AdapterSpec(16, PROJECTIONS, format))
     assert training_memory(QWEN, spec).allocated / 2**30 == pytest.approx(row["peak_gib"], rel=0.005)
 
 
 class Live(TorchDispatchMode):
-    """Bytes of all storages that are there, after each operation. torch's own tracker refuses frozen parameters."""
+    """Tracks the bytes of all live storages after each operation. torch's own tracker refuses frozen parameters."""
 
     def __init__(self, *before: Tensor):
         super().__init__()
@@ -167,9 +167,9 @@ class Tracked:
 
 
 def track(shape: ModelConfig, spec: StepSpec) -> Tracked:
-    """One optimiser step on fake tensors: shapes can be real ones."""
+    """Run one optimizer step on fake tensors, so that shapes can be real ones."""
     assert spec.adapter is not None
-    # bitsandbytes makes its tables at the first use, which fake tensors do not allow.
+    # bitsandbytes creates its tables at the first use, which fake tensors do not allow.
     if spec.adapter.base == "nf4":
         bitsandbytes.functional.quantize_4bit(torch.zeros(1, 64), quant_type="nf4", compress_statistics=True)
     with FakeTensorMode(allow_non_fake_inputs=True):  # bitsandbytes keeps its table of quantiles
@@ -245,7 +245,7 @@ def test_every_item_and_the_peak(adapter: AdapterSpec, options: dict[str, Any]) 
     assert found.states == pytest.approx(update["optimizer"], rel=1e-3)
     assert found.after_backward == pytest.approx(sum(update.values()) - LIBRARIES, rel=0.02)
     peak = training_memory(shape, spec).allocated - LIBRARIES
-    # Before the first adapter nothing needs a gradient: of a model whose attention has none, a half block is free.
+    # Before the first adapter, nothing needs a gradient, so half of a block is free if its attention has no adapter.
     above = 1.1 if adapter.targets == MLP_ONLY else 1.2 if "activation_checkpointing" in options else 1.03
     assert 0.99 * found.kept <= items["loss"].items["activations"] <= above * found.kept
     assert 0.99 * found.peak <= peak <= (above + 0.02) * found.peak
@@ -255,7 +255,9 @@ def test_every_item_and_the_peak(adapter: AdapterSpec, options: dict[str, Any]) 
     "targets", [PROJECTIONS, ("q_proj", "v_proj"), MLP_ONLY], ids=["all", "q and v", "mlp"]
 )
 def test_what_the_forward_of_experts_keeps(targets: tuple[str, ...]) -> None:
-    """On real tensors: which rows an expert gets depends on values. Bookkeeping of the routing is not modelled."""
+    """Uses real tensors, because the rows of an expert depend on values.
+    Bookkeeping of the routing is not modelled.
+    """
     shape = ModelConfig(**{**SMALL, **EXPERTS, "num_hidden_layers": 2})
     spec = work_of(AdapterSpec(16, targets, "bf16"))
     assert spec.adapter is not None
@@ -287,7 +289,9 @@ def test_a_run_asks_for_what_trains() -> None:
 
 
 def test_four_bits_take_a_fraction_of_full_training() -> None:
-    """At 1.5B parameters, as the issue asks: weights, gradients and states of everything against NF4 and adapters."""
+    """At 1.5B parameters, as in the issue: weights, gradients and states of
+    everything, compared with NF4 and adapters.
+    """
     full = training_memory(QWEN, StepSpec(1024, 1024, 1024, optimizer="adamw", copies="step"))
     nf4 = training_memory(
         QWEN, StepSpec(1024, 1024, 1024, optimizer="adamw", adapter=AdapterSpec(16, PROJECTIONS, "nf4"))

@@ -1,4 +1,4 @@
-"""The planner's memory and time of an average of the weights, against the tensors of one."""
+"""The planner's memory and time of an average of the weights, compared with the tensors of one."""
 
 from dataclasses import replace
 

@@ -14,7 +14,7 @@ FP8 = frozenset({"fp8"})
 
 
 def test_converted_weights_stay_from_step_to_step() -> None:
-    """W and W^T of the 12 blocks in FP8: two bytes per weight, at every instant, the update included."""
+    """W and W^T of the 12 blocks in FP8 take two bytes per weight at all times, the update included."""
     shape = ModelConfig()
     work = StepSpec(2048, 65536, 32768, precision="fp8", native=FP8)  # type: ignore[arg-type]
     head = 2 * shape.vocab_size * shape.hidden_size
@@ -55,5 +55,5 @@ def test_bf16_copies_last_where_they_are_cached() -> None:
     for precision in ("bf16", "fp8"):
         uncached = replace(work, copies="use", precision=precision, activation_checkpointing="none")  # type: ignore[arg-type]
         at_use = instants(shape, uncached)
-        # The copy of the head appears in the loss.
+        # The cast of the head is created in the loss.
         assert at_use["backward"].items["copies"] == 0 < at_use["loss"].items["copies"]

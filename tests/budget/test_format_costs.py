@@ -1,4 +1,4 @@
-"""The price of formats: agrees with what the recipes are, grows and shrinks where it must."""
+"""The cost of formats agrees with the definitions of the recipes, and grows and shrinks where it must."""
 
 from dataclasses import replace
 from typing import get_args
@@ -71,7 +71,7 @@ def test_emulation_follows_from_what_the_device_has() -> None:
         ("fp8-delayed", frozenset(), 2.0),  # the same codes, widened at each product
         ("nvfp4", frozenset(), 2.0),  # code x block scale in BF16, in tiles of 16 x 16
         ("nvfp4-unbiased", FP8_ONLY, 2.0),
-        ("nvfp4-eden", FP8_ONLY, 4.0),  # forward and backward quantise anew
+        ("nvfp4-eden", FP8_ONLY, 4.0),  # forward and backward quantize separately
         ("nvfp4", ALL_NATIVE, 1.125),  # twice 4.5 bits
         ("fp8-nvfp4", FP8_ONLY, 3.0),
     ],
@@ -81,7 +81,7 @@ def test_copies_of_a_weight(precision: Precision, native: frozenset, copies: flo
 
 
 def test_what_is_kept_for_the_weight_gradient() -> None:
-    """FP8 in rows and in columns is written by one cast; NVFP4 is quantised from 16 bits for every product."""
+    """One cast writes FP8 in rows and in columns. NVFP4 is quantized from 16 bits for every product."""
     one_byte = {name for name in get_args(Precision) if saved_input_bytes(name) == 1.0}
     assert one_byte == {"fp8", "fp8-delayed", "fp8-tensorwise", "fp8-rowwise"}
     for name in get_args(Precision):
@@ -160,7 +160,7 @@ EXPERTS = ModelConfig(
 
 
 def test_experts_are_priced_as_what_they_run_as() -> None:
-    """Native FP8 is faster than BF16 at this size, emulated FP8 slower; NVFP4 is emulated on every card."""
+    """Native FP8 is faster than BF16 at this size, and emulated FP8 is slower. NVFP4 is emulated on every GPU."""
 
     def seconds(precision: Precision, native: frozenset[LowFormat], checkpointing: str = "none") -> float:
         spec = replace(

@@ -1,4 +1,4 @@
-"""Host time of a step, and how host and device add up."""
+"""The host time of a step, and how host and device times combine."""
 
 import math
 
@@ -37,7 +37,7 @@ def test_the_devices_part_of_a_step_is_found_again(device: float, share: float) 
 
 @given(SECONDS, SECONDS)
 def test_the_sensitivity_is_the_derivative(device: float, host: float) -> None:
-    """d log(step) / d log(host), by a finite difference."""
+    """It equals d log(step) / d log(host), computed by a finite difference."""
     up, down = (overlapped_seconds(device, host * (1 + sign * 1e-5), OVERLAP) for sign in (1, -1))
     slope = (math.log(up) - math.log(down)) / 2e-5
     step = overlapped_seconds(device, host, OVERLAP)
@@ -60,7 +60,7 @@ def test_the_host_counts_passes_and_layers_not_tokens() -> None:
     ]
     assert seconds(StepSpec(512, 2048, 2048, copies="step", precision="fp8")) == by_recipe[1]  # an alias
     assert by_recipe == sorted(by_recipe) and len(set(by_recipe)) == 4
-    # Compiled blocks were seen to wait for the host in one case only.
+    # Compiled blocks were observed to wait for the host in one case only.
     assert seconds(StepSpec(512, 2048, 2048)) == 0.0
     assert seconds(StepSpec(512, 2048, 2048, activation_checkpointing="attention")) > 0
 

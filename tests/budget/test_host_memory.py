@@ -1,4 +1,4 @@
-"""Modelled host memory and gradients that leave the GPU, against what the optimizer and the streams hold."""
+"""Modelled host memory and offloaded gradients, compared with what the optimizer and the streams hold."""
 
 from dataclasses import replace
 from typing import Any
@@ -133,7 +133,7 @@ def test_transfers_cost_time_only_where_the_computation_is_shorter() -> None:
 
 
 def test_mlps_in_chunks_need_the_memory_of_a_chunk() -> None:
-    """Less than their share of whole ones only by the gradient of the residual and the sums in float32."""
+    """They need more than their share of whole MLPs only by the gradient of the residual and the sums in float32."""
     shape = ModelConfig(**WIDE, num_hidden_layers=4)
     plain, chunked = (spec(1, 16, mlp_chunk_tokens=chunk) for chunk in (None, 2048))
     work = [instants(shape, s)["backward"].items["workspace"] for s in (plain, chunked)]

@@ -1,4 +1,4 @@
-"""The planner's memory and time of multi-token prediction, against the loader's own tensors."""
+"""The planner's memory and time of multi-token prediction, compared with the loader's own tensors."""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""The loss law against what it was made from and what it was not, and pilots of stored runs against their ends."""
+"""The loss law, compared with the data that it was fitted to and with other data,
+and pilots of stored runs with their ends.
+"""
 
 import gzip
 import json
@@ -51,9 +53,9 @@ H200 = Path(__file__).parents[2] / "docs" / "data" / "2026-11-20-h200"
 
 
 def fit_constants(points: Sequence[tuple[float, float, float]] = NANOCHAT) -> tuple[float, float, float]:
-    """Return (E, A, B) of compute-optimal points (params, tokens, bits per byte), as `LAW` was fitted.
+    """Return (E, A, B) fitted to compute-optimal points (params, tokens, bits per byte), like those of `LAW`.
 
-    Two unknowns by least squares. The exponents are given, and A / B is such that the points are optimal.
+    Least squares with two unknowns: the exponents are given, and A / B is chosen such that the points are optimal.
     """
     params, tokens, loss = (np.array(column) for column in zip(*points, strict=True))
     alpha, beta = BESIROGLU["alpha"], BESIROGLU["beta"]
@@ -76,7 +78,9 @@ def test_each_published_point_from_the_others(left_out: int) -> None:
 
 
 def test_the_range_holds_what_was_measured() -> None:
-    """nanochat's points; our runs and arms; nanochat's recipe on our corpus (docs/log.md), not used in the fit."""
+    """Covers nanochat's points, our runs and arms, and nanochat's recipe on our corpus
+    (docs/log.md), which was not used in the fit.
+    """
     points = [(n, d, None, y) for n, d, y in NANOCHAT] + list(MEASURED)
     points.append((110_100_480, 152_000_000, UNIQUE, 1.169))
     for params, tokens, unique, bpb in points:
@@ -86,14 +90,18 @@ def test_the_range_holds_what_was_measured() -> None:
 
 
 def test_far_from_what_was_measured_the_range_is_wide() -> None:
-    """The demo: 0.9 million parameters, 8 epochs of Shakespeare. The law is far off and must say so."""
+    """The demo has 0.9 million parameters and 8 epochs of Shakespeare. The law is
+    far off, so its range must be wide.
+    """
     low, _, high = expected_bpb(LAW, 884_736, 3_030_000, 360_000)
     assert low < 2.107 < high
     assert high / low > 2 > LAW.high / LAW.low
 
 
 def test_a_fitted_offset_carries_over() -> None:
-    """Fitted on one of our 300 s runs, the law meets the other, and the arms of 150 s, within a pilot's range."""
+    """Fitted to one of our 300 s runs, the law predicts the other one, and the
+    arms of 150 s, within a pilot's range.
+    """
     params, tokens, unique, bpb = MEASURED[0]
     law = fit_offset(LAW, params, tokens, unique, bpb)
     assert law.at(params, tokens, unique) == pytest.approx(bpb)
@@ -104,8 +112,9 @@ def test_a_fitted_offset_carries_over() -> None:
 
 
 def test_repeated_tokens() -> None:
-    """What the paper says follows from its formula (4 epochs are nearly as good as new data, endless ones 16), and
-    from our rate that endless epochs are worth 2.3."""
+    """The paper's statements follow from its formula (4 epochs are nearly as good as new data, endless epochs are
+    worth 16), and endless epochs are worth 2.3 with our constant.
+    """
     assert effective_tokens(5e8, None) == effective_tokens(5e8, 5e8) == 5e8
     assert effective_tokens(4e8, 1e8, PUBLISHED_R_D) == pytest.approx(3.73e8, rel=0.01)
     assert effective_tokens(1e12, 1e8, PUBLISHED_R_D) == pytest.approx(1e8 * 16.388, rel=1e-3)
@@ -113,8 +122,9 @@ def test_repeated_tokens() -> None:
 
 
 def test_our_runs_repeat_at_our_rate() -> None:
-    """With one offset for staged and one for unstaged runs, our pair meets all seven within 0.3 %; the published one
-    does not, and puts 43M params and 6.5 epochs before 99M params and 2.7, which ended better."""
+    """With one offset for staged runs and one for unstaged ones, our constants predict all seven within 0.3 %. The
+    published ones do not, and rank 43M params and 6.5 epochs above 99M params and 2.7, which ended better.
+    """
     staged = [tokens in STAGED for _, tokens, _, _ in MEASURED]
 
     def misses(repeats: float, excess: float) -> list[float]:
@@ -161,7 +171,7 @@ def test_more_is_never_worse(params: float, tokens: float, unique: float | None)
 
 @given(sizes, lengths, st.floats(1e5, 1e13))
 def test_overfitting_is_a_penalty_for_repetition_only(params: float, tokens: float, unique: float) -> None:
-    """Bit for bit the law without it up to one epoch; beyond, a penalty that more text lowers."""
+    """Up to one epoch, it is bitwise equal to the law without it. Beyond, it adds a penalty that more text lowers."""
     overfits = replace(LAW, overfit=1e-3)
     if tokens <= unique:
         assert overfits.at(params, tokens, unique) == LAW.at(params, tokens, unique)
@@ -178,7 +188,9 @@ def test_overfitting_is_a_penalty_for_repetition_only(params: float, tokens: flo
 
 
 def test_endless_epochs() -> None:
-    """They approach a limit without overfitting. With it, some number of epochs is best: fewer for a larger model."""
+    """Without overfitting, the loss approaches a limit. With it, some number of
+    epochs is best: fewer for a larger model.
+    """
     limit = LAW.floor(1e8, 1e12, 2e7) + LAW.B / (2e7 * (1 + R_D)) ** LAW.beta
     assert LAW.at(1e8, 1e15, 2e7) == pytest.approx(limit, rel=1e-12)
     overfits, tokens = replace(LAW, overfit=1e-3), np.geomspace(2e7, 2e9, 200)
@@ -193,7 +205,7 @@ baselines = st.builds(TextBaselines, st.floats(0.5, 6), st.one_of(st.none(), st.
 def test_a_forecast_has_a_width_below_the_ceiling(
     params: float, tokens: float, unique: float, text: TextBaselines
 ) -> None:
-    """A lower loss by the law is never a higher forecast."""
+    """A lower loss by the law never gives a higher forecast."""
     law = expected_bpb(LAW, params, tokens, unique)
     low, expected, high = bounded(law, text)
     assert 0 < low < expected < high <= text.ceiling
@@ -208,7 +220,7 @@ def test_a_forecast_of_a_measured_run_is_the_law() -> None:
 
 
 def test_forecasts_of_small_runs() -> None:
-    """Runs of the shape of `demo` on a CPU: the log's, a stranger's, and three of 2026-11-24."""
+    """Runs with the shape of `demo` on a CPU: the log's, a user's, and three of 2026-11-24."""
     for weights, tokens, unique, unigram, bpb in (
         (884_736, 3.03e6, 360_000, 3.543, 2.107),
         (884_736, 3.07e6, None, 2.521, 2.016),
@@ -233,7 +245,7 @@ def test_numbers_that_cannot_be() -> None:
 
 
 def stored(name: str) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
-    """Tokens and bits per byte of every step of a run of docs/data, and its summary."""
+    """Return tokens and bits per byte of every step of a run in docs/data, and its summary."""
     summary = json.loads((H200 / f"{name}.summary.json").read_text("utf-8"))
     with gzip.open(H200 / f"{name}.metrics.jsonl.gz", "rt") as file:
         rows = [json.loads(line) for line in file]
@@ -243,10 +255,12 @@ def stored(name: str) -> tuple[np.ndarray, np.ndarray, dict[str, float]]:
 
 
 def pilot(name: str, share: float) -> tuple[Extrapolation, float]:
-    """The extrapolation from the first `share` of a stored run (its warm-up of 2 % left out), and its real end."""
+    """Return the extrapolation from the first `share` of a stored run (without
+    its warm-up of 2 %), and its real end.
+    """
     tokens, bpb, summary = stored(name)
     seen = (tokens > 0.02 * tokens[-1]) & (tokens <= share * tokens[-1])
-    # The law's offset without these runs: nanochat's corpus alone.
+    # The law's offset without these runs: only nanochat's corpus.
     law = LAW.__class__(**{**vars(LAW), "offset": 0.0})
     found = fit_curve(tokens[seen], bpb[seen], tokens[-1], params=99_483_648, unique_tokens=UNIQUE, law=law)
     return found, summary["val_bpb"]
@@ -255,7 +269,7 @@ def pilot(name: str, share: float) -> tuple[Extrapolation, float]:
 @pytest.mark.parametrize("name", ["default300", "staged300"])
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.2, 0.3])
 def test_a_pilot_predicts_the_end(name: str, share: float) -> None:
-    """Within 5.5 % by a law that knows nothing of this corpus, inside its range, and with a range that narrows."""
+    """A law fitted without this corpus is within 5.5 %; the end is within its range, and the range narrows."""
     found, end = pilot(name, share)
     assert found.expected == pytest.approx(end, rel=0.055)
     assert found.low < end < found.high
@@ -278,7 +292,7 @@ def test_a_curve_of_the_laws_own_form_is_continued() -> None:
 
 @given(start=st.floats(2.0, 6.0), fall=st.floats(0.0, 0.99), unique=st.sampled_from([5e3, 3e5, None]))
 def test_no_pilot_predicts_less_than_nothing(start: float, fall: float, unique: float | None) -> None:
-    """Also if the loss falls steeply, as it does where a small text is learnt by heart."""
+    """Also if the loss falls steeply, as it does when a model memorizes a small text."""
     tokens = np.linspace(1e5, 4e5, 40)
     bpb = start * (1 - fall * (tokens - tokens[0]) / np.ptp(tokens))
     found = fit_curve(tokens.tolist(), bpb.tolist(), 1e7, params=1e6, unique_tokens=unique)

@@ -1,4 +1,4 @@
-"""The modelled peak of a step, against peaks measured on a GPU and against counting by hand."""
+"""Modelled memory, compared with what autograd really saves and with a run measured on a GPU."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_measured_peaks() -> None:
 def test_another_stack_on_the_same_shape() -> None:
     """124m, 65,536 tokens, whole-model compile, fused AdamW, logits not chunked: 23.7 GiB measured on an H200.
 
-    There the compiler kept 2.09 bytes per logit of the unchunked batch, which is not in our model of a chunked loss.
+    There, the compiler kept 2.09 bytes per logit of the unchunked batch, which our model of a chunked loss lacks.
     """
     found = memory(ModelConfig(), 65536, optimizer="adamw")
     total = found.allocated - found.items["logits"] + 2.09 * 65536 * 32768
@@ -72,7 +72,7 @@ def test_states_by_optimizer_and_shards() -> None:
     assert memory(shape, 128, gpus=4, sharded=True).items["weights"] == every
     assert memory(shape, 128, gpus=4).items["weights"] == 4 * every
     offloaded = memory(shape, 128, optimizer="adamw", offload_optimizer=True).items["optimizer"]
-    assert offloaded < 3 * 8 * every  # of so small a model the buffers hold three copies at most
+    assert offloaded < 3 * 8 * every  # for so small a model, the buffers hold at most three copies
 
 
 def test_gradients_are_there_from_the_start_when_a_step_has_several_passes() -> None:
@@ -83,7 +83,7 @@ def test_gradients_are_there_from_the_start_when_a_step_has_several_passes() -> 
 
 
 def test_several_passes_keep_whole_gradients_on_every_shard() -> None:
-    """FSDP scatters gradients with the last pass, so more GPUs spread them only when a step is one pass."""
+    """FSDP scatters gradients in the last pass, so more GPUs share them only if a step has one pass."""
     shape = ModelConfig()
     whole = 4 * num_params(shape)
     for gpus in (2, 8):
@@ -93,7 +93,7 @@ def test_several_passes_keep_whole_gradients_on_every_shard() -> None:
         assert one["update"].items["gradients"] == two["update"].items["gradients"] == whole // gpus
         assert {two[name].items["gradients"] for name in ("loss", "backward", "gradients")} == {whole}
         assert one["loss"].items["gradients"] == 0
-        # One pass: the tables' gradients leave last, in one piece.
+        # One pass: the tables' gradients are scattered last, in one piece.
         tables = 4 * 2 * shape.vocab_size * shape.hidden_size
         assert one["gradients"].items["gradients"] == (whole - tables) // gpus + tables < whole
 
@@ -114,7 +114,7 @@ def test_the_tables_stay_gathered_and_nothing_does_at_the_update() -> None:
 
 
 def test_replicas_have_buckets_of_gradients() -> None:
-    """A bucket may be as large again as where it is full. What is converted exists twice while it is on its way."""
+    """A bucket may be twice as large as its limit. Converted gradients exist twice while they are transferred."""
     assert (4 * BUCKET_WEIGHTS, IN_FLIGHT) == (BUCKET_BYTES, WAITING + 1)
     small, large = ModelConfig(**SMALL, num_hidden_layers=2), ModelConfig()
     table, layer = 32768 * 768, block_matrix_params(large) / 12
@@ -133,7 +133,7 @@ def test_replicas_have_buckets_of_gradients() -> None:
 
 
 def test_replicas_share_muon() -> None:
-    """Each has the momentum of its matrices, and after the sums their gradients only."""
+    """Each has the momentum of its own matrices and, after the sums, only their gradients."""
     shape = ModelConfig()
     matrices = block_matrix_params(shape)
     work = {"sequence_length": 128, "tokens": 512, "micro_tokens": 128}
@@ -143,7 +143,7 @@ def test_replicas_share_muon() -> None:
 
 
 def test_the_peak_moves_with_the_work() -> None:
-    """Many tokens: when the loss is made. Few tokens under Muon: when the optimizer works."""
+    """With many tokens, the peak is in the loss. With few tokens and Muon, it is in the optimizer."""
     shape = ModelConfig(
         hidden_size=2048, num_hidden_layers=24, num_attention_heads=32, num_key_value_heads=8, head_dim=64
     )

@@ -42,8 +42,9 @@ LARGE = {
 
 @dataclass(frozen=True)
 class Tracked:
-    """Bytes as the tracker counted them. kept: by the forward pass of embedding and blocks, casts of weights included;
-    after_backward: everything that is there when the optimizer begins; peak: of the step."""
+    """Bytes counted by the tracker. kept: by the forward pass of embedding and blocks, casts of weights included;
+    after_backward: everything that exists when the optimizer begins; peak: of the step.
+    """
 
     weights: int
     kept: int
@@ -54,7 +55,7 @@ class Tracked:
 
 
 def track(shape: ModelConfig, spec: StepSpec) -> Tracked:
-    """One optimiser step under the tracker, its passes one after another as `train.step.Stepper` does them."""
+    """Run one optimizer step under the tracker, with its passes one after another as in `train.step.Stepper`."""
     with FakeTensorMode():
         model = Transformer(shape)
         convert(model, spec.precision)
@@ -99,7 +100,7 @@ def track(shape: ModelConfig, spec: StepSpec) -> Tracked:
         return Tracked(
             weights=forward["PARAM"],
             kept=forward["ACT"],
-            # The head's gradient comes out of the loss, where the tracker sees no parameter.
+            # The loss returns the head's gradient, where the tracker sees no parameter.
             gradients=backward["GRAD"] + backward["TEMP"],
             states=sum(state.untyped_storage().nbytes() for state in states),
             after_backward=backward["Total"],
@@ -118,7 +119,7 @@ def work_of(rows: int, length: int, passes: int = 1, **options: Any) -> StepSpec
 
 
 def modelled_kept(shape: ModelConfig, spec: StepSpec) -> int:
-    """Activations and casts of weights before the loss, which makes the head's cast."""
+    """Return activations and casts of weights before the loss, which creates the head's cast."""
     items = instants(shape, spec)["loss"].items
     head_cast = 0 if spec.precision == "fp32" else 2 * shape.vocab_size * shape.hidden_size
     return items["activations"] + items["copies"] - head_cast
@@ -178,7 +179,9 @@ def test_every_item_and_the_peak_of_real_shapes(given: dict[str, Any], spec: Ste
     ],
 )
 def test_recomputation_is_not_modelled_too_small(rung: Any, above: float) -> None:
-    """The constants of recomputation are the compiled blocks'. Eager ones keep less of a recomputed half's norm."""
+    """The constants of recomputation are those of compiled blocks. Eager blocks
+    keep less of a recomputed sublayer's norm.
+    """
     shape, spec = ModelConfig(**SMALL), work_of(8, 512, activation_checkpointing=rung)
     tracked = track(shape, spec)
     assert 0.99 * tracked.peak <= modelled_peak(shape, spec) <= (1 + above) * tracked.peak
@@ -187,7 +190,7 @@ def test_recomputation_is_not_modelled_too_small(rung: Any, above: float) -> Non
 
 @pytest.mark.parametrize("rung", ["none", pytest.param("block", marks=pytest.mark.full)])
 def test_float32_is_modelled_too_large(rung: Any) -> None:
-    """Known: twice bfloat16's table is too much, because the norms' float32 copies are then no copies."""
+    """Known: twice bfloat16's table is too much, because the norms' float32 copies are then not copies."""
     shape, spec = ModelConfig(**SMALL), work_of(8, 512, precision="fp32", activation_checkpointing=rung)
     tracked = track(shape, spec)
     assert tracked.peak <= modelled_peak(shape, spec) <= 1.4 * tracked.peak

@@ -1,7 +1,8 @@
-"""The planner against the hand-written step, measured on an H200 since 2026-11-21 (benchmarks/planner_points.py).
+"""The planner compared with the hand-written step, measured on an H200 since
+2026-11-21 (benchmarks/planner_points.py).
 
-Memory has no constant that was fitted to these; what is counted was counted with some of them in sight. Speed's
-constants were fitted to the calibrating half (benchmarks/planner_fit.py).
+No constant of memory was fitted to these measurements, but some of them were known when the terms were chosen. The
+constants of speed were fitted to the calibrating half (benchmarks/planner_fit.py).
 """
 
 from dataclasses import replace
@@ -24,7 +25,7 @@ from tests.sources import ROOT
 RATES = unprobed()
 POINTS = points()
 CALIBRATION = calibrate(find("h200"), [])
-LEAST_GIB = 4.0  # of a peak whose error is told in per cent; below it fragments of fixed size decide
+LEAST_GIB = 4.0  # for peaks whose error is given in per cent; below it, fragments of fixed size dominate
 
 
 def named(name: str) -> MeasuredPoint:
@@ -35,11 +36,11 @@ BF16, MUON = named("124m, bf16, adamw"), named("1.5b, bf16, muon, block recomput
 
 
 def test_every_kind_of_measurement_is_there() -> None:
-    """Single steps, whole runs and all 31 arms of the release study; nothing is left out for being far off."""
+    """Single steps, whole runs and all 31 arms of the release study. Nothing is omitted for being far off."""
     kinds = [point.kind for point in POINTS]
     assert kinds.count("steps") == 22 and kinds.count("run") == 8
     trials = sum(len(point.speeds) for point in POINTS if point.kind == "study")
-    assert trials == 93  # two arms are one configuration, so 30 points
+    assert trials == 93  # two arms have the same configuration, so there are 30 points
     assert kinds.count("study") == 30
     assert kinds.count("passes") == 15
 
@@ -54,7 +55,7 @@ def test_peaks(point: MeasuredPoint) -> None:
 
 
 def test_rows_that_were_kept_out_are_predicted() -> None:
-    """The issue asks for 15 % for nine in ten."""
+    """The issue requires 15 % for nine in ten."""
     calibrating, kept_out = split(POINTS)
     assert len(calibrating) == 51 and len(kept_out) == 24
     found = errors(kept_out, RATES)
@@ -73,13 +74,13 @@ def test_rows_that_were_kept_out_are_predicted() -> None:
     ],
 )
 def test_groups_that_were_missed(group: str) -> None:
-    """Before the host was modelled: rowwise +168 %, windows +22 %, Muon +25 %."""
+    """Before the host was modelled, the errors were: rowwise +168 %, windows +22 %, Muon +25 %."""
     found = errors(groups()[group], RATES)
     assert len(found) >= 2 and found.nine_in_ten < 0.15
 
 
 def test_small_passes() -> None:
-    """The same processor takes a fifth more or less time from minute to minute, so 15 % is met by eight in ten.
+    """Only eight in ten are within 15 %, because the same CPU's time varies by a fifth from minute to minute.
 
     Before the host was modelled, they were predicted +51 to +727 % too fast.
     """
@@ -131,7 +132,7 @@ def test_the_document_has_the_report_as_it_is_today() -> None:
 
 
 def test_what_was_measured_with_recomputation_holds_the_weights_that_are_cached() -> None:
-    """The benchmark once modelled this arm without them, and was 2.1 GiB too low."""
+    """The benchmark once modelled this arm without cached weights, and was 2.1 GiB too low."""
     (_, shape, spec), gib = next(MUON.setting.step_specs()), MUON.gib
     without = training_memory(shape, replace(spec, copies="use")).allocated / 2**30
     assert without < 0.92 * gib

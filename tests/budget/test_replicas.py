@@ -1,4 +1,6 @@
-"""What replicas send: a ring's bytes, in the passes or outside of them, and the time that the passes do not hide."""
+"""Traffic of replicas: the bytes of a ring, during the passes or outside them,
+and the time that the passes do not hide.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -49,7 +51,9 @@ def test_what_cannot_overlap_is_exposed() -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_time_is_hidden_until_it_exceeds_the_pass(optimizer: Any) -> None:
-    """A fast link costs the embedding's sum only. On a slow one, each further second of transfer is a second more."""
+    """With a fast link, only the embedding's sum costs time. With a slow one,
+    each second of transfer adds a second.
+    """
     step = spec(optimizer=optimizer)
     sent = exchange(Sizes(SHAPE, step), ALL)
     assert step_seconds(SHAPE, step, RATES)["communication"] == pytest.approx(sent.exposed / 100e9)
@@ -57,7 +61,7 @@ def test_time_is_hidden_until_it_exceeds_the_pass(optimizer: Any) -> None:
     first, second = (step_seconds(SHAPE, step, rates)["communication"] for rates in (slow, slower))
     total = sent.in_backward + sent.exposed + sent.in_forward
     assert second - first == pytest.approx(total / 1e8)
-    one_pass = total / 1e8 - first  # what hides: a forward only if weights travel beside it
+    one_pass = total / 1e8 - first  # a pass hides transfers in its forward only if weights travel too
     seconds = item_seconds(SHAPE, step, slow)
     passes = sum(seconds[item] for item in ("matmul", "attention", "traffic", "loss", "launches"))
     assert one_pass == pytest.approx(passes / step.accumulation * (1 if optimizer == "muon" else 2 / 3))
@@ -71,5 +75,5 @@ def test_muon_is_shared() -> None:
 
     assert work(4) == pytest.approx(work(1) / 4)
     assert work(4, sharded=True, copies="pass") == work(1)
-    # The process that writes checkpoints receives the momentum of all.
+    # The process that writes checkpoints receives everyone's momentum.
     assert checkpoint_bytes(SHAPE, spec(4)) == checkpoint_bytes(SHAPE, spec(1))

@@ -1,5 +1,6 @@
-"""Watts, kilowatt-hours and costs by hand, power limits against the published points, and break-even by simulating the
-hours one after another."""
+"""Watts, kilowatt-hours and costs by hand, power limits compared with published points, and break-even
+compared with a simulation hour by hour.
+"""
 
 import itertools
 import math
@@ -23,7 +24,7 @@ WATTS = st.floats(20, 1500)
 
 
 def test_the_example_of_the_research() -> None:
-    """A 4090 at its limit, 100 W of host, 65 hours: (450 + 100) / 0.9 W, 40 kWh."""
+    """A 4090 at its limit, a host of 100 W, 65 hours: (450 + 100) / 0.9 W, 40 kWh."""
     assert host_watts().expected == 100
     wall = wall_watts(gpu_watts(find("4090"), measured_watts=450))
     assert wall.expected == pytest.approx((450 + 100) / 0.90)
@@ -60,7 +61,9 @@ def test_energy_is_ordered_and_linear_in_hours(watts: float, hours: float, count
 
 
 def test_published_power_limits_come_back() -> None:
-    """The 3090 at 280 of its 350 W; the 5090's points were measured on a card of 600 W, its sheet says 575."""
+    """The 3090 at 280 of its 350 W. The 5090's points were measured on a card
+    with 600 W, but its data sheet says 575.
+    """
     (point,) = [point for point in cap_table(find("3090")) if point.limit_watts == 280]
     assert (point.speed_share, point.power_share, point.interpolated) == (0.95, 0.80, False)
     assert point.training and point.energy_share == pytest.approx(0.80 / 0.95)
@@ -104,7 +107,7 @@ def test_nothing_is_said_of_cards_and_limits_that_were_not_measured() -> None:
 def test_break_even_is_where_the_sums_meet(
     gpus: int, price: float, watts: float, per_kwh: float, rent: float
 ) -> None:
-    # Where both cost the same per hour, float64 decides whether the sums ever meet.
+    # If both cost the same per hour, float64 rounding decides whether the sums ever meet.
     assume(not math.isclose(gpus * rent, watts / 1000 * per_kwh, rel_tol=1e-9))
     answer = own_or_rent(gpus, price, watts, per_kwh, rent, life_hours=10_000)
 
@@ -143,8 +146,9 @@ def test_a_card_that_dies_before_it_has_paid() -> None:
 
 
 def test_the_claims_of_the_first_texts() -> None:
-    """ "8 x 5090, $16,000, 3.6 kW at $0.10, against $30 to $50 per hour: 200 hours to break even". With their own
-    numbers it is 322 to 545."""
+    """The sources' claim "8 x 5090, $16,000, 3.6 kW at $0.10, against $30 to $50 per hour: 200 hours to break even"
+    is 322 to 545 hours with their own numbers.
+    """
     for cloud, hours in ((30, 539.8), (50, 322.3)):
         answer = own_or_rent(8, 2000, 3600, 0.10, cloud / 8)
         assert answer.break_even_hours == pytest.approx(hours, abs=0.1)

@@ -1,4 +1,4 @@
-"""The scaling rules: neutral at their reference, and the invariants that they are derived from."""
+"""The scaling rules are neutral at their reference, and have the invariants that they are derived from."""
 
 import math
 
@@ -37,9 +37,9 @@ def test_known_batches() -> None:
     def rounded(total_tokens: float) -> int:
         return 2 ** round(math.log2(best_batch_tokens(total_tokens)))
 
-    # What our own arms found best (docs/log.md), at their horizon and at the 300 s runs'.
+    # The best values of our own arms (docs/log.md), at their horizon and at that of the 300 s runs.
     assert rounded(82_000_000) == rounded(170_000_000) == 2**16
-    # nanochat trains with 2^19 tokens per step at 1.2 billion tokens and with 2^20 at 8.76 billion: we stay below.
+    # nanochat trains with 2^19 tokens per step at 1.2 billion tokens and with 2^20 at 8.76 billion. We stay below.
     assert rounded(1_200_000_000) == 2**17
     assert rounded(8_760_000_000) == 2**19
     assert best_batch_tokens(82_000_000 * 2**10) == pytest.approx(2**16 * 2**3.83)
@@ -47,7 +47,7 @@ def test_known_batches() -> None:
 
 @pytest.mark.parametrize("batch, measured", [(2**16, 1.206), (2**17, 1.215), (2**18, 1.249)])
 def test_a_larger_batch_needs_more_tokens(batch: int, measured: float) -> None:
-    """The three runs that the critical batch was fitted to (docs/log.md): 124m, 82 million tokens."""
+    """Uses the three runs that the critical batch was fitted to (docs/log.md): 124m, 82 million tokens."""
     weights, tokens = 99_500_000, 82_000_000
     lost = LAW.at(weights, tokens / batch_token_factor(batch, tokens)) - LAW.at(weights, tokens)
     assert lost == pytest.approx(measured - 1.206, abs=0.01)
@@ -58,7 +58,7 @@ def test_tokens_grow_with_the_batch_beyond_the_best(tokens: int, doublings: int)
     best = 2 ** round(math.log2(best_batch_tokens(tokens)))
     factors = [batch_token_factor(best * 2**n, tokens) for n in (-1, 0, doublings, doublings + 1)]
     assert factors[:2] == [1, 1] and factors[2] < factors[3] <= 2 ** (doublings + 1)
-    # A longer run has a larger critical batch, beside a larger best one.
+    # A longer run has a larger critical batch and a larger best batch.
     assert batch_token_factor(best * 2**9, 8 * tokens) < batch_token_factor(best * 2**9, tokens)
 
 

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs against transformers' models and torch's FLOP counter."""
+"""Parameters and FLOPs compared with transformers' models and torch's FLOP counter."""
 
 from typing import Any
 
@@ -120,7 +120,9 @@ def test_groups_equal_our_model(given: dict[str, Any]) -> None:
 
 
 def counted_flops(model: torch.nn.Module, tokens_BT: torch.Tensor) -> int:
-    """Forward and backward. Not the angles of the rotation, which older transformers write as a matmul."""
+    """Return the FLOPs of forward and backward, without the rotary angles, which
+    older transformers compute by a matmul.
+    """
     with FlopCounterMode(display=False) as counter:
         model(tokens_BT).logits.sum().backward()
     angles = counter.get_flop_counts().get(f"{type(model).__name__}.model.rotary_emb", {})
@@ -129,7 +131,7 @@ def counted_flops(model: torch.nn.Module, tokens_BT: torch.Tensor) -> int:
 
 @pytest.mark.parametrize("given", SHAPES)
 def test_flops_equal_the_counter_of_torch(given: dict[str, Any]) -> None:
-    """The counter sees the full square of attention, which is our convention at twice the sequence."""
+    """The counter includes the full square of attention, which equals our convention at twice the sequence length."""
     shape = ModelConfig(**given)
     tokens = 48
     model = on_meta(qwen3(shape))
@@ -147,8 +149,9 @@ def test_flops_of_experts_equal_the_counter_of_torch() -> None:
 
 @pytest.mark.parametrize("tables", [(), ("lm_head",)], ids=["adapters", "and head"])
 def test_flops_with_adapters_equal_the_counter_of_torch(tables: tuple[str, ...]) -> None:
-    """Those of PEFT's model. Only the first block differs: its input is frozen, so that q, k and v give no gradient
-    to it."""
+    """The counter runs on PEFT's model. Only the first block differs: its input is
+    frozen, so q, k and v give it no gradient.
+    """
     shape, tokens, rank = ModelConfig(**SMALL), 48, 8
     names = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     options = LoraConfig(r=rank, target_modules=list(names), modules_to_save=list(tables) or None)

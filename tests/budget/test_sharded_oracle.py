@@ -38,7 +38,9 @@ CASES = [(1, False), (2, True)]  # passes, tied
 
 
 class Tracker(TorchDispatchMode):
-    """peak: the most bytes that were allocated since it was last set to 0; sent: bytes of collectives by kind."""
+    """Tracks storages and collectives. peak: the most bytes allocated since it was last set
+    to 0; sent: bytes of collectives by kind.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -54,7 +56,7 @@ class Tracker(TorchDispatchMode):
     def live(self) -> int:
         total = 0
         for key, ref in list(self.storages.items()):
-            # FSDP2 frees storages by resizing them, so their sizes are asked for each time.
+            # FSDP2 frees storages by resizing them, so their sizes are read each time.
             storage = None if ref.expired() else torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
             if storage is None:
                 del self.storages[key]
@@ -77,7 +79,7 @@ class Tracker(TorchDispatchMode):
 
 
 def settled(tracker: Tracker) -> int:
-    """Live bytes when nothing is on its way any more: gloo's threads let go of a finished collective a little later."""
+    """Return the live bytes once nothing is in flight: gloo's threads release a finished collective a little later."""
     seen = []
     for _ in range(50):
         seen.append(tracker.live())
@@ -116,7 +118,7 @@ def worker(rank: int, folder: str) -> None:
     found = {case: steps(*case, rank) for case in CASES}
     if rank == 0:
         torch.save(found, f"{folder}/result.pt")
-    dist.barrier()  # gloo aborts a process that leaves while the other still talks
+    dist.barrier()  # gloo aborts a process if its peer leaves while it still communicates
     dist.destroy_process_group()
 
 
@@ -139,7 +141,7 @@ def modelled(passes: int, tied: bool) -> tuple[ModelConfig, StepSpec]:
 def test_memory(tracked: dict[tuple[int, bool], dict[str, Any]], case: tuple[int, bool]) -> None:
     shape, spec = modelled(*case)
     found, weights = tracked[case], 4 * num_params(shape)
-    # Whole gradients until the last pass of a step scatters them; nothing stays gathered after a backward.
+    # Gradients are whole until the last pass of a step scatters them. Nothing stays gathered after a backward.
     *earlier, last = found["ends"]
     assert all(end == pytest.approx(1.5 * weights, rel=0.01) for end in earlier)
     assert last == pytest.approx(weights, rel=0.01)
@@ -147,7 +149,7 @@ def test_memory(tracked: dict[tuple[int, bool], dict[str, Any]], case: tuple[int
     for name, memory in instants(shape, spec).items():
         if name != "update":
             peaks.append(memory.allocated - memory.items["optimizer"] - LIBRARIES)
-    # Of one pass a little too much: the embedding's gradient comes when no block's are on their way any more.
+    # One pass is modelled slightly too large: the embedding's gradient arrives when no block's is in flight any more.
     assert max(peaks) == pytest.approx(found["peak"], rel=0.1)
 
 

@@ -1,4 +1,4 @@
-"""Rows that GPUs share: modelled traffic against a pass that exchanges keys and values, and memory per GPU by plan."""
+"""Rows shared by GPUs: modelled traffic compared with a pass that exchanges keys and values, and memory per GPU."""
 
 from dataclasses import dataclass, replace
 
@@ -26,7 +26,7 @@ ROWS, T = 2, 64
 
 @dataclass(frozen=True)
 class Alone(ContextRanks):
-    """Ranks without the other processes, whose parts are copies of this one's. It counts the bytes that arrive."""
+    """Ranks without other processes, whose parts are copies of this one's. Counts the received bytes."""
 
     received: list[int]
 
@@ -66,7 +66,9 @@ def test_traffic_is_that_of_a_pass(size: int, checkpointing: str) -> None:
 
 
 def test_a_gpu_keeps_its_part_of_the_activations() -> None:
-    """Of a row that is shared by two, half of the activations and of the logits, and keys and values on top."""
+    """If two GPUs share a row, each keeps half of the activations and of the
+    logits, and additional keys and values.
+    """
     sizes = SIZES.model_copy(update={"hidden_size": 512, "head_dim": 64})
     whole = StepSpec(sequence_length=1 << 16, tokens=1 << 17, micro_tokens=1 << 16, gpus=2, copies="step")
     half = replace(whole, micro_tokens=1 << 15, context=2)

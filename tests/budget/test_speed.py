@@ -1,4 +1,4 @@
-"""The operator model of a step, against steps measured on a GPU and against counting by hand."""
+"""The operator model of a step, compared with steps measured on a GPU and with counting by hand."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def measured() -> list[tuple[ModelConfig, StepSpec, float]]:
 
 
 def test_measured_steps() -> None:
-    """63 configurations on an H200; half of them gave the constants, which half is decided in benchmarks/."""
+    """63 configurations on an H200. Half of them gave the constants; benchmarks/ decides which half."""
     errors = sorted(
         abs(tokens_per_second(shape, work, H200) / speed - 1) for shape, work, speed in measured()
     )
@@ -46,7 +46,9 @@ def test_measured_steps() -> None:
 
 @pytest.mark.parametrize("rung", ["none", "attention", "mlp", "block"])
 def test_products_and_attention_are_the_flops_of_the_convention(rung: Any) -> None:
-    """What is not recomputed adds up to budget.shape's FLOPs per token; a recomputed block adds a third of its own."""
+    """Operators that are not recomputed add up to budget.shape's FLOPs per token. A
+    recomputed block adds a third of its FLOPs.
+    """
     shape = ModelConfig()
     operators = step_operators(shape, StepSpec(2048, 65536, 16384, activation_checkpointing=rung))
     counted = [o for o in operators if o.group in ("matmul", "head", "attention")]
@@ -70,7 +72,7 @@ def test_block_matrices_are_what_parameter_groups_count() -> None:
 
 
 def test_newton_schulz_of_one_square_matrix() -> None:
-    """Each iteration: X^T X, its square, and X times that: three products of n^3 multiply-adds."""
+    """Each iteration has X^T X, its square, and X times that: three products of n^3 multiply-adds."""
     n = 64
     shape = ModelConfig(
         hidden_size=n, num_hidden_layers=1, num_attention_heads=1, num_key_value_heads=1, head_dim=n,
@@ -108,13 +110,13 @@ def test_rates_correct_groups_and_fp8_needs_a_card_that_has_it() -> None:
 
 
 def test_fp32_is_priced_beside_the_tensor_cores() -> None:
-    """An H200's 67 TFLOP/s of the data sheet: products take as many times longer, Muon's stay in bfloat16."""
+    """With the 67 TFLOP/s of an H200's data sheet, products take that much longer. Muon's stay in bfloat16."""
     shape, work = ModelConfig(), StepSpec(2048, 65536, 16384, precision="fp32")
     rates = Rates(790e12, 4.8e12, single_flops=67e12)
     slow, fast = step_seconds(shape, work, rates), step_seconds(shape, WORK, rates)
     assert slow["matmul"] == pytest.approx(fast["matmul"] * 790 / 67)
     assert slow["optimizer"] == pytest.approx(fast["optimizer"])
-    # Without it, matmul_flops is FP32's.
+    # Otherwise, matmul_flops is FP32's.
     assert step_seconds(shape, work, H200)["matmul"] == pytest.approx(fast["matmul"])
 
 

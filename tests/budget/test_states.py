@@ -1,4 +1,6 @@
-"""Modelled bytes of optimiser state against the tensors of a real optimiser, and what they do to time and peak."""
+"""Modelled bytes of optimizer state, compared with the tensors of a real
+optimizer, and their effect on time and peak.
+"""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a step must satisfy."""
+"""Invalid step specifications are refused."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A term's formula in numbers computes its value, whatever operations made it."""
+"""The formula of a term, written with numbers, computes its value, whatever operations created it."""
 
 import math
 import operator

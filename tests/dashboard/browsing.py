@@ -1,4 +1,4 @@
-"""A real headless Chromium in front of the real `deskside dashboard`, for the browser tests."""
+"""A real headless Chromium with the real `deskside dashboard`, for the browser tests."""
 
 import os
 import re
@@ -51,7 +51,9 @@ def opened(
     size: dict[str, int] = DESKTOP,
     scheme: str = "light",
 ) -> "Page":
-    """A page of the dashboard by its name, drawn, with the messages of its console as `watched` collects them."""
+    """Open a page of the dashboard by its name and wait until it is drawn.
+    Console messages are collected as in `watched`.
+    """
     page = watched(browser, size, scheme)
     url = f"{address}/{'' if name == FIRST_PAGE.name else name}{query}"
     arrive(page, url)
@@ -60,7 +62,7 @@ def opened(
 
 
 def arrive(page: "Page", url: str) -> None:
-    """Go to an address. The server listens a moment after it has said where."""
+    """Go to an address. The server listens a moment after it has printed it."""
     for attempt in range(40):
         try:
             page.goto(url)
@@ -72,7 +74,9 @@ def arrive(page: "Page", url: str) -> None:
 
 
 def watched(browser: "Browser", size: dict[str, int] = DESKTOP, scheme: str = "light") -> "Page":
-    """A new page. `page.wrong` collects failed scripts, errors on the console and requests without a good answer."""
+    """Return a new page. `page.wrong` collects failed scripts, console errors and
+    requests without a successful answer.
+    """
     page = browser.new_page(viewport=size, color_scheme=scheme, accept_downloads=True)  # type: ignore[arg-type]
     wrong: list[str] = []
     page.wrong = wrong  # type: ignore[attr-defined]
@@ -86,21 +90,21 @@ def watched(browser: "Browser", size: dict[str, int] = DESKTOP, scheme: str = "l
 
 
 def settled(page: "Page") -> None:
-    """Wait until everything is drawn; no exception and nothing wrong on the page."""
+    """Wait until everything is drawn. Assert that the page has no exception and no error."""
     drawn(page)
     assert page.locator('[data-testid="stException"]').count() == 0
     assert page.wrong == []  # type: ignore[attr-defined]
 
 
 def drawn(page: "Page") -> None:
-    """Wait until streamlit has drawn everything: nothing is running, and every chart has an image."""
+    """Wait until Streamlit has drawn everything: no script is running, and every chart has an image."""
     page.locator('[data-testid="stMain"] :is(h1, h2)').first.wait_for(timeout=60_000)
     page.wait_for_selector('[data-testid="stApp"][data-test-script-state="notRunning"]', timeout=60_000)
     page.wait_for_function(DRAWN, timeout=60_000)
 
 
 def fits(page: "Page") -> bool:
-    """Whether nothing scrolls sideways."""
+    """Return True if the page does not scroll sideways."""
     wide = page.evaluate(
         "[document.scrollingElement, document.querySelector('[data-testid=stMain]')]"
         ".map(e => e ? e.scrollWidth - e.clientWidth : 0)"
@@ -109,10 +113,10 @@ def fits(page: "Page") -> bool:
 
 
 def serious_faults(page: "Page") -> list[str]:
-    """What axe-core calls serious or critical."""
+    """Return the violations that axe-core rates serious or critical, except `FAULTS_OF_STREAMLIT`."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed").Axe()
-    # Preloading asks again for the style sheets, which pages opened as files refuse with an error on the console. It
-    # serves one rule of no weight here, about locked orientation.
+    # Preloading requests the style sheets again, which pages opened as files refuse with a console error. It serves
+    # only an unimportant rule about locked orientation.
     options = {"resultTypes": ["violations"], "preload": False}
     return [
         f"{rule['id']}: {node['html']}"

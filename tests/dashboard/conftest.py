@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session")
 def served_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Studies, a search, runs, one of them training, and broken directories."""
+    """Studies, a search, runs (one of them training), and broken directories."""
     folder = tmp_path_factory.mktemp("work")
     made_up.study(folder / "studies/made")
     made_up.two_groups(folder / "studies/two")
@@ -30,15 +30,15 @@ def served_root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def address(served_root: Path) -> Iterator[str]:
-    """Where `deskside dashboard` says that it is."""
+    """The address that `deskside dashboard` prints."""
     with serving(served_root) as found:
         yield found
 
 
-# Of a module, because playwright keeps an event loop running, which the asyncio tests of others forbid.
+# Module scope, because playwright keeps an event loop running, which breaks other tests that use asyncio.
 @pytest.fixture(scope="module")
 def browser() -> Iterator["Browser"]:
-    """A headless Chromium; without one, the tests that need it are skipped."""
+    """A headless Chromium. Without one, the tests that need it are skipped."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     if CHROMIUM is None:
         pytest.skip("there is no chromium on the PATH")

@@ -1,4 +1,4 @@
-"""Made-up directories for tests and benchmarks of the dashboard: studies, runs, broken and half-written ones."""
+"""Synthetic directories for tests and benchmarks of the dashboard: studies, runs, broken and half-written ones."""
 
 import fcntl
 import json
@@ -14,7 +14,7 @@ from tests.study import made
 
 
 def study(folder: Path, name: str = "made", **changes: Any) -> Results:
-    """A study with known effects, compared, as the runner leaves it."""
+    """Write a study with known effects, with its comparisons, as the runner does."""
     whole = compare(replace(made.results(), name=name))
     whole = replace(whole, **{"claims": [CLAIM], **changes})
     folder.mkdir(parents=True)
@@ -29,9 +29,9 @@ def two_groups(
     levels: list[dict[str, str]] | None = None,
     finished: tuple[str, ...] = ("main", "second"),
 ) -> Results:
-    """A study whose two groups have arms of the same labels, as groups with a "baseline" each have.
+    """Write a study with two groups whose arms have the same labels, as when both have a "baseline".
 
-    factors, levels: of the second group and its arms; finished: the groups whose trials have come to their end.
+    factors, levels: of the second group and its arms; finished: the groups whose trials have ended.
     """
     one = made.results()
     first = one.groups[0]
@@ -80,7 +80,7 @@ def many_arms(folder: Path) -> Results:
 
 
 def unfinished_study(folder: Path, run: str) -> None:
-    """A study whose last trial runs, in this directory below it."""
+    """Write a study whose last trial is running, in this directory below it."""
     whole = made.results()
     last = whole.arms[-1]
     trials = [replace(last.trials[0], status="running", run=run, metrics={}, curve=[])]
@@ -106,7 +106,7 @@ CLAIM = ClaimResult(
 def run(
     folder: Path, steps: int = 60, of: int = 60, seed: int = 1, finished: bool = True, **summary: Any
 ) -> None:
-    """A run directory as training leaves it; unfinished ones have no summary."""
+    """Write a run directory as training does. Unfinished ones have no summary."""
     folder.mkdir(parents=True)
     config = {"seed": seed, "optim": {"name": "muon"}, "precision": {"name": "bf16"}}
     run_json = {
@@ -148,7 +148,7 @@ def run(
 
 
 def add_experts(folder: Path, layers: int = 6, experts: int = 8) -> None:
-    """Give a run of `run` experts, whose load differs by layer and by language."""
+    """Add experts to a run of `run`, with loads that differ by layer and by language."""
     path = folder / "run.json"
     run_json = json.loads(path.read_text())
     run_json["config"]["model"] = {"num_experts": experts}
@@ -172,7 +172,7 @@ def add_experts(folder: Path, layers: int = 6, experts: int = 8) -> None:
 
 
 def row(step: int) -> dict[str, Any]:
-    """A step as metrics.jsonl has it."""
+    """Return a step's row in metrics.jsonl."""
     return {
         "step": step,
         "tokens": step * 65536,
@@ -187,7 +187,7 @@ def row(step: int) -> dict[str, Any]:
 
 
 def broken(root: Path) -> None:
-    """Directories in every bad state that a kill, a full disk or a person's hand leaves."""
+    """Write directories in every bad state that a kill, a full disk or a user can cause."""
     (root / "studies/broken").mkdir(parents=True)
     (root / "studies/broken/study.json").write_text("{}")
     (root / "studies/broken/results.json").write_text('{"schema_version": 1, "name": "brok')
@@ -210,13 +210,13 @@ def broken(root: Path) -> None:
 
 
 def old(folder: Path) -> None:
-    """Let the files of a run be years old."""
+    """Make the files of a run years old."""
     for path in folder.iterdir():
         os.utime(path, (1_700_000_000, 1_700_000_000))
 
 
 def running(folder: Path, steps: int = 40) -> IO[str]:
-    """A run that goes on: its lock is held until the file that is returned is closed."""
+    """Write a run that is still training: its lock is held until the returned file is closed."""
     run(folder, steps=steps, of=200, finished=False)
     add_experts(folder)
     lock = (folder / ".lock").open("w")
@@ -225,7 +225,9 @@ def running(folder: Path, steps: int = 40) -> IO[str]:
 
 
 def search(folder: Path, complete: bool = True, running: str = "") -> Outcome:
-    """A search with trials of every kind. running: the directory of a trial that runs, relative to the search's."""
+    """Write a search with trials of every kind. running: the directory of a
+    running trial, relative to the search's.
+    """
     from tests.study.search import made_search
 
     _, plan = made_search.begin(

@@ -1,4 +1,4 @@
-"""The dashboard as a person meets it: the real command, a real headless Chromium. One of each for all."""
+"""The dashboard as a user sees it: the real command and a real headless Chromium, one of each for all tests."""
 
 import urllib.request
 from pathlib import Path
@@ -56,14 +56,14 @@ def test_every_page_opens_by_a_click(browser: "Browser", address: str) -> None:
     for spec in PAGES:
         page.locator('[data-testid="stSidebarNav"]').get_by_role("link", name=spec.title, exact=True).click()
         page.wait_for_function("title => document.title === title", arg=f"{spec.title} · deskside")
-        settled(page)  # nothing on the console, and every request answered
+        settled(page)  # nothing on the console, and every request succeeded
         if spec.name in CHECKED_AFTER_A_CLICK:
             assert serious_faults(page) == [], spec.name
     page.close()
 
 
 def check_exported_trials(page: "Page", whole: study_results.Results) -> None:
-    """The trials as CSV are those of results.json, with all digits."""
+    """Check that the trials exported as CSV are those of results.json, with all digits."""
     with page.expect_download() as download:
         page.get_by_role("button", name="Trials as CSV").click()
     assert download.value.suggested_filename == "made-trials.csv"
@@ -109,14 +109,14 @@ def test_one_group_of_several_is_drawn_under_its_own_labels(browser: "Browser", 
     page.get_by_text("16 of 16 arms shown, in 2 groups").wait_for()
     settled(page)
     labels = page.locator(".annotation-text:visible").all_text_contents()
-    assert labels and len(labels) == len(set(labels)) <= 8  # of one group only
+    assert labels and len(labels) == len(set(labels)) <= 8  # only one group's
     page.get_by_role("combobox", name="group, one of 2").click()
     page.get_by_role("option", name="A second").click()
     page.get_by_text("10 steps per trial").wait_for()
     page.get_by_role("link", name="Metrics").click()
     page.get_by_text("Against the baseline").first.wait_for()
     settled(page)
-    assert page.get_by_text("10 steps per trial").count() == 1  # the choice is that of the study
+    assert page.get_by_text("10 steps per trial").count() == 1  # the selection belongs to the study
     page.wait_for_function("document.querySelectorAll('.js-plotly-plot .ytick').length > 0")
     ticks = page.locator('[data-testid="stPlotlyChart"]').first.locator(".ytick").all_text_contents()
     assert len(ticks) == 8 and len(set(ticks)) == 8 and not any("second-" in tick for tick in ticks)

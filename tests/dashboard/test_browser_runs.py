@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def names(page: "Page") -> list[str]:
-    """The names in the table, from top to bottom."""
+    """Return the names in the table, from top to bottom."""
     return page.locator(".runs tbody th a").all_inner_texts()
 
 
@@ -33,7 +33,7 @@ def test_the_table_sorts_filters_and_exports(browser: "Browser", address: str) -
     page.get_by_role("button", name="bits per byte").click()
     assert heading.get_attribute("aria-sort") == "descending"
     assert [float(text) for text in cells.all_inner_texts() if text] == values[::-1]
-    assert cells.last.inner_text() == ""  # unknown ones come last in either order
+    assert cells.last.inner_text() == ""  # unknown ones are last in either order
     page.get_by_role("combobox", name="show").click()
     page.get_by_role("option", name="studies", exact=True).click()
     page.locator(".runs tbody tr").filter(has_text="studies/made").wait_for()
@@ -65,7 +65,8 @@ def test_a_link_of_the_table_opens_the_page_of_a_run(browser: "Browser", address
     page.locator('[data-testid="stPlotlyChart"]').nth(4).wait_for()
     settled(page)
     assert page.url.endswith("/run?run=runs%2Ffirst")
-    # Loaded by the browser: Streamlit's own switch collides with the timer of the table, and the page stays blank.
+    # Reloaded by the browser, because Streamlit's own navigation collides with the table's timer and leaves a blank
+    # page.
     assert page.evaluate("performance.getEntriesByType('navigation')[0].name") == page.url
     assert serious_faults(page) == []
     page.close()
@@ -111,7 +112,7 @@ def test_a_run_that_is_resumed_is_live_again(browser: "Browser", address: str, s
     assert page.get_by_text("step 12 of 60").count() == 0
     path = served_root / "runs/half/.lock"
     with path.open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # as training holds it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # held like by a training process
         page.get_by_text("step 12 of 60").wait_for()
         page.close()
     path.unlink()
@@ -119,14 +120,14 @@ def test_a_run_that_is_resumed_is_live_again(browser: "Browser", address: str, s
 
 def test_the_switch_changes_the_theme_of_every_page(browser: "Browser", address: str) -> None:
     page = opened(browser, address, "runs")
-    # while the page is loaded again, there is no such element
+    # this element does not exist while the page reloads
     background = (
         "(e => e && getComputedStyle(e).backgroundColor)(document.querySelector('[data-testid=stApp]'))"
     )
     assert page.evaluate(background) == "rgb(255, 255, 255)"
     page.get_by_role("button", name="Dark theme").click()
     page.wait_for_function(f"{background} === 'rgb(13, 17, 23)'")
-    page.goto(f"{address}/run?run=runs/first")  # a page with an address of its own
+    page.goto(f"{address}/run?run=runs/first")  # a page with its own address
     page.wait_for_function(f"{background} === 'rgb(13, 17, 23)'")
     settled(page)
     icon = page.locator(".modebar-btn path").first.evaluate("e => getComputedStyle(e).fill")
@@ -142,7 +143,7 @@ def test_a_phone_shows_rows_as_cards(browser: "Browser", address: str) -> None:
     values = [float(text) for text in page.locator(".runs td.bpb").all_inner_texts() if text]
     assert values == sorted(values)
     assert page.locator(".runs thead").is_hidden() and fits(page)
-    # A value stands in the same place of each card, also where others are missing.
+    # A value has the same position in each card, even if others are missing.
     for key in ("tokens_per_second", "mfu", "created"):
         cells = page.locator(f".runs td.{key}:not(:empty)").all()
         # With and without a tick.

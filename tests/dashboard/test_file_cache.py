@@ -1,4 +1,4 @@
-"""What is read once, and when it is read again."""
+"""The cache of parsed files: each is read once, and read again when it changes."""
 
 import json
 import threading

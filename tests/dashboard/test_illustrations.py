@@ -1,4 +1,4 @@
-"""The drawings of the learning page say what is true."""
+"""The drawings of the learning page are correct."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Labels cover no mark, no line and no other label, at any width that was asked for."""
+"""Labels cover no mark, no line and no other label, at any requested width."""
 
 from itertools import combinations
 

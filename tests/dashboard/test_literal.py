@@ -1,4 +1,4 @@
-"""What a study calls its things is shown as it is written."""
+"""Names from a study are shown literally."""
 
 import pytest
 from hypothesis import given

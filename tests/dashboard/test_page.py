@@ -1,4 +1,4 @@
-"""Every page, drawn without a browser, of directories in every state."""
+"""Every page, drawn without a browser, for directories in every state."""
 
 import json
 import shlex
@@ -27,7 +27,7 @@ FILTERED_PAGES = [spec.name for spec in PAGES if spec.of_study and spec.filters_
 
 @pytest.fixture
 def draw(monkeypatch: pytest.MonkeyPatch) -> Draw:
-    """Draws a page of a directory, and checks that nothing was raised."""
+    """Return a function that draws a page of a directory and checks that nothing was raised."""
 
     def drawn(root: Path, name: str, **query: str | list[str]) -> AppTest:
         monkeypatch.setattr(sys, "argv", [str(APP), str(root)])
@@ -40,7 +40,7 @@ def draw(monkeypatch: pytest.MonkeyPatch) -> Draw:
 
 
 def moved(page: AppTest, name: str) -> AppTest:
-    """The page of another address, for the next run. AppTest can only switch to pages that are files."""
+    """Use the page of another address in the next run. AppTest can only switch to pages that are files."""
     page._page_hash = calc_hash("" if name == FIRST_PAGE.name else name)
     return page
 
@@ -51,7 +51,7 @@ def checked(page: AppTest) -> AppTest:
 
 
 def text(page: AppTest) -> str:
-    """Everything that is said."""
+    """Return all text on the page."""
     kinds = (
         page.markdown,
         page.caption,
@@ -121,7 +121,7 @@ def test_several_groups_whose_factors_have_the_same_words(tmp_path: Path, draw: 
     from deskside.study.results import Factor
 
     names = [f"f{number}" for number in range(8)]
-    factors = [Factor(name, "status", ["off", "on"]) for name in names]  # the word of another filter
+    factors = [Factor(name, "status", ["off", "on"]) for name in names]  # a word for another filter
     levels = [dict.fromkeys(names, "on" if number else "off") for number in range(8)]
     made_up.two_groups(tmp_path / "s", factors, levels)
     page = draw(tmp_path, name)
@@ -206,7 +206,7 @@ def test_claims_are_filtered_by_verdict_and_words(tmp_path: Path, draw: Draw) ->
     assert listed(page) == ["a GPU is warm"]
     checked(page.pills(key="s: claims verdict").set_value([]).run())
     checked(page.text_input(key="s: claims search").set_value("guide gpu").run())
-    assert listed(page) == ["a GPU is warm"]  # a search looks through all of them
+    assert listed(page) == ["a GPU is warm"]  # a search covers all of them
     checked(page.text_input(key="s: claims search").set_value("ANOTHER").run())
     assert listed(page) == ["GQA is slower"]
     checked(page.text_input(key="s: claims search").set_value("").run())
@@ -215,12 +215,12 @@ def test_claims_are_filtered_by_verdict_and_words(tmp_path: Path, draw: Draw) ->
 
 
 def html(page: AppTest) -> str:
-    """Everything that is drawn by `st.html`."""
+    """Return everything that was drawn by `st.html`."""
     return "\n".join(element.proto.body for element in page.get("html"))
 
 
 def listed(page: AppTest) -> list[str]:
-    """The claims in the table, as its component gets them."""
+    """Return the titles in a list of verdicts."""
     (table,) = [c.proto for c in page.get("bidi_component") if c.proto.component_name == "deskside_claims"]
     return [row["texts"]["claim"] for row in json.loads(table.mixed.json or table.json)["rows"]]
 
@@ -309,7 +309,7 @@ def test_what_a_live_run_did_not_measure_is_said(tmp_path: Path, draw: Draw) -> 
 
 
 def test_languages_of_a_live_run(tmp_path: Path, draw: Draw) -> None:
-    """Every evaluation of the run, not only those among its last steps."""
+    """They cover every evaluation of the run, not only those in its last steps."""
     made_up.run(tmp_path / "r", steps=3, of=900, finished=False)
     plan = json.loads((tmp_path / "r/plan.json").read_text())
     (tmp_path / "r/plan.json").write_text(json.dumps({**plan, "languages": ["hi", "ta"]}))
@@ -336,7 +336,7 @@ def test_the_planner_answers_as_the_command_does(tmp_path: Path, draw: Draw) -> 
     assert plan.best is not None
     shown = next(str(code.value) for code in page.code if "deskside train" in str(code.value))
     words = ["".join(word.split()) for word in shlex.split(shown.replace("\\\n", ""))]
-    assert words == shlex.split(plan.best.command)  # a list may go on in the next line
+    assert words == shlex.split(plan.best.command)  # a list may continue in the next line
     assert any(literal(reason) in text(page) for reason in plan.reasons)
     assert literal(headline(plan)) in text(page)
     money = plan.best.cost.electricity

@@ -1,4 +1,4 @@
-"""The planner's charts carry the numbers of the plans and predictions."""
+"""The planner's charts contain the numbers of the plans and predictions."""
 
 import pytest
 

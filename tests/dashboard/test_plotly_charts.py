@@ -1,4 +1,4 @@
-"""Labels, lines and heat maps of the dashboard."""
+"""Labels, lines and heat maps in the dashboard's charts."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What the page of a run shows besides its charts."""
+"""The parts of a run's page other than its charts."""
 
 from pathlib import Path
 

@@ -87,22 +87,22 @@ def test_a_search_has_one_row_with_its_best_so_far(tmp_path: Path) -> None:
     whole = made_up.search(tmp_path / "searches/done")
     made_up.search(tmp_path / "searches/now", complete=False)
     found = rows(tmp_path)
-    assert found.keys() == {"searches/done", "searches/now"}  # not the studies that they consist of
+    assert found.keys() == {"searches/done", "searches/now"}  # not the studies that they contain
     done, now = found["searches/done"], found["searches/now"]
     assert (done.kind, done.status, done.progress, done.bpb) == (SEARCH, "finished", None, whole.winner_mean)
     assert (now.status, now.progress, now.bpb) == ("running", 0.5, 1.44) and now.losses == (1.52, 1.47, 1.44)
-    for name in ("spent.json", "result.json"):  # a kill an hour ago
+    for name in ("spent.json", "result.json"):  # killed an hour ago
         path = tmp_path / "searches/now" / name
         if path.exists():
             os.utime(path, (1_700_000_000, 1_700_000_000))
     assert rows(tmp_path)["searches/now"].status == "interrupted"
     with (tmp_path / "searches/now/confirm/.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # as a search holds it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # held like by a search
         assert rows(tmp_path)["searches/now"].status == "running"
 
 
 def damaged(folder: Path, text: str | None) -> None:
-    """Give the search a result.json with this text, or a directory in its place."""
+    """Write this text, or a directory, in place of the search's result.json."""
     path = folder / "result.json"
     path.unlink()
     if text is None:

@@ -1,4 +1,4 @@
-"""How far a run is, and what was predicted of it."""
+"""The progress of a run, and the predictions for it."""
 
 from dataclasses import replace
 from pathlib import Path

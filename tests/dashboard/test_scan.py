@@ -1,4 +1,4 @@
-"""Finding studies and runs by the names of what directories hold."""
+"""Studies and runs are found by the names of a directory's files."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ def test_finds_studies_their_runs_and_runs_of_their_own(tmp_path: Path) -> None:
     made_up.study(tmp_path / "studies/a")
     made_up.run(tmp_path / "studies/a/runs/x-s1")
     made_up.run(tmp_path / "runs/own")
-    made_up.run(tmp_path / "runs/own/checkpoints/step-1")  # what lies inside a run is no run
+    made_up.run(tmp_path / "runs/own/checkpoints/step-1")  # a directory inside a run is not a run
     found = scan(tmp_path)
     assert found.studies == (tmp_path / "studies/a",)
     assert [(run.path.name, run.study) for run in found.runs] == [

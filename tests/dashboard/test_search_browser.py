@@ -56,7 +56,7 @@ def test_a_trial_that_ends_and_a_step_are_seen_while_the_search_runs(
 ) -> None:
     folder, run = served_root / "searches/live", "trials/runs/trial-0008-s1"
     made_up.search(folder, complete=False, running=run)
-    time.sleep(SCAN_SECONDS)  # so long the server may not have looked for new searches
+    time.sleep(SCAN_SECONDS)  # the server may look for new searches only this often
     with made_up.running(folder / run):
         page = opened(browser, address, "search", "?search=searches/live")
         page.get_by_text("trial 8: step 40 of 200").wait_for()

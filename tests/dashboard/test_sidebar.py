@@ -88,7 +88,7 @@ def test_a_group_is_shown_as_if_there_were_no_other() -> None:
     narrowed = select(both, Filters(levels={"size": frozenset({"small"})}))
     one = StudySelection("s", Path(), narrowed, both).of_group("b")
     assert {arm.group for arm in one.results.arms} == {"b"} and len(one.results.arms) == 4
-    assert one.hidden == 4  # of its own arms, not of those of other groups
+    assert one.hidden == 4  # of its own arms, not those of other groups
     assert [group.name for group in one.results.groups] == ["b"]
     assert one.results.fronts and {front.group for front in one.results.fronts} == {"b"}
     assert one.results.interactions and {found.group for found in one.results.interactions} == {"b"}

@@ -1,4 +1,4 @@
-"""Reading studies and runs in every state that they can be in."""
+"""Reading studies and runs in every possible state."""
 
 import json
 import tempfile
@@ -29,7 +29,7 @@ def test_a_study_is_what_was_written(tmp_path: Path) -> None:
 def test_studies_that_cannot_be_read_keep_their_place_with_the_reason(tmp_path: Path) -> None:
     made_up.broken(tmp_path)
     found = {path.name: studies.read_study(path) for path in scan(tmp_path).studies}
-    assert found["elsewhere"] is None  # somebody else's results.json
+    assert found["elsewhere"] is None  # a results.json of another program
     for name, reason in (
         ("broken", "cannot be read"),
         ("odd", "is damaged"),

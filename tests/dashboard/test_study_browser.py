@@ -47,7 +47,7 @@ def test_a_step_of_a_running_trial_is_seen_on_the_page_of_its_study(
 ) -> None:
     folder = served_root / "studies/live"
     made_up.unfinished_study(folder, "runs/trial")
-    time.sleep(SCAN_SECONDS)  # so long the server may not have looked for new studies
+    time.sleep(SCAN_SECONDS)  # the server may look for new studies only this often
     with made_up.running(folder / "runs/trial"):
         page = opened(browser, address, "metrics", "?study=studies/live")
         page.get_by_text("step 40 of 200").wait_for()
@@ -62,14 +62,14 @@ def test_a_step_of_a_running_trial_is_seen_on_the_page_of_its_study(
 
 
 def numbers(color: str) -> list[int]:
-    """The red, green and blue of `rgb(1, 2, 3)`."""
+    """Return red, green and blue of `rgb(1, 2, 3)`."""
     return [int(float(part)) for part in color.split("(")[1].rstrip(")").split(",")[:3]]
 
 
 def test_the_answer_of_a_group_unfolds_and_changes_with_the_goal(browser: "Browser", address: str) -> None:
     page = opened(browser, address, "summary", "?study=studies/made")
     rows = page.locator(".verdicts details")
-    assert rows.count() == 2  # one for each size, which has a baseline of its own
+    assert rows.count() == 2  # one for each size, each with its own baseline
     assert not rows.first.locator("dl").is_visible()
     rows.first.locator("summary").click()
     assert rows.first.locator("dd").first.inner_text().startswith(("The interval", "The same"))
@@ -86,7 +86,7 @@ def test_the_answer_of_a_group_unfolds_and_changes_with_the_goal(browser: "Brows
 def test_the_labels_of_trade_offs_do_not_collide(
     browser: "Browser", address: str, size: dict[str, int]
 ) -> None:
-    """Of a study with 24 arms, each has a name or a number, whose name is listed below the chart."""
+    """Each of 24 arms has its name in the chart, or a number whose name is listed below it."""
     page = opened(browser, address, "trade_offs", "?study=studies/many", size=size)
     for axes in AXIS_KEYS:
         page.get_by_role("radio", name=axes).or_(page.get_by_role("button", name=axes)).first.click()

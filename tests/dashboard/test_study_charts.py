@@ -1,4 +1,4 @@
-"""Charts show the numbers that they were given, with units and intervals, and emulation is marked without colour."""
+"""Charts show the given numbers with units and intervals, and mark emulation by more than colour."""
 
 import re
 from dataclasses import replace
@@ -134,7 +134,7 @@ def test_labels_keep_what_tells_arms_apart() -> None:
     labels = ("8 x 2048, 16 passes, BF16", "8 x 2048, 16 passes, FP8", "16 x 2048, 16 passes, FP8")
     one = made.results()
     arms = [
-        replace(arm, label=label, baseline=arm.id)  # of several baselines, arms keep their whole labels
+        replace(arm, label=label, baseline=arm.id)  # with several baselines, arms keep their full labels
         for arm, label in zip(one.arms, labels, strict=False)
     ]
     figure = trade_off_chart.trade_off(compare(replace(one, arms=arms)), "tokens_per_second", "val_bpb")
@@ -144,7 +144,9 @@ def test_labels_keep_what_tells_arms_apart() -> None:
 
 
 def with_one_wide_interval(key: str) -> Results:
-    """The study in which the first arm's interval in one metric reaches from 0 to ten times its mean."""
+    """Return the study with one wide interval: the first arm's, in one metric,
+    reaches from 0 to ten times its mean.
+    """
     first = WHOLE.arms[0]
     found = first.estimates[key]
     wide = {**first.estimates, key: replace(found, low=0.0, high=10 * found.mean)}
@@ -162,7 +164,7 @@ def test_an_interval_far_beyond_the_means_is_cut_and_marked_in_the_bubbles() -> 
     assert list(marks.marker.symbol[:2]) == ["triangle-down", "triangle-up"]
     assert list(marks.y[:2]) == pytest.approx([start, stop])
     assert list(marks.x[:2]) == [WHOLE.arms[0].estimates[across].mean] * 2
-    assert f"0 to {10 * means[0]:,.4g}" in marks.hovertext[0]  # the whole of it can be read
+    assert f"0 to {10 * means[0]:,.4g}" in marks.hovertext[0]  # all of it is legible
     for trace in figure.data:
         if trace.name != plotly_charts.CLIPPED and trace.error_y.array is not None:
             ends = zip(trace.y, trace.error_y.array, trace.error_y.arrayminus, strict=True)
@@ -229,7 +231,7 @@ def test_curves_are_means_with_bands_and_differ_by_dash_and_marker() -> None:
 
 
 def test_a_label_with_digits_is_no_number() -> None:
-    """Plotly takes "512, 1,024" for a number and draws an axis from 0 on."""
+    """Plotly would read "512, 1,024" as a number and draw an axis from 0 on."""
     arms = [replace(arm, label=f"{place}, 1,024") for place, arm in enumerate(WHOLE.arms)]
     for figure in (
         study_charts.bars(replace(WHOLE, arms=arms), "val_bpb"),

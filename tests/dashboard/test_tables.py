@@ -1,4 +1,4 @@
-"""Tables and CSV files hold what results.json holds."""
+"""Tables and CSV files contain the data of results.json."""
 
 import io
 import math

@@ -21,7 +21,7 @@ from tests.engine.test_generate import VARIANTS, make
 def test_free_is_what_nobody_has_and_what_torch_does_not_use(
     share: float, free: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of 100 bytes, other processes use 30. torch has reserved 45 and uses 20 of them."""
+    """The GPU has 100 bytes. Other processes use 30, and torch has reserved 45 and uses 20 of them."""
     given = {"mem_get_info": (25, 100), "memory_reserved": 45, "memory_allocated": 20}
     answers: dict[str, Any] = {**given, "get_per_process_memory_fraction": share}
     for name, answer in answers.items():

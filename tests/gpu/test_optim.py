@@ -116,8 +116,8 @@ def test_adamw_states_equal_the_cpu(states: str, within: float, offloaded: bool)
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("states", ["bfloat16", "8bit"])
 def test_offloaded_state_is_the_same_to_the_last_bit(name: str, states: str) -> None:
-    """The same kernels process the same numbers, through host memory. Muon's streamed momentum uses torch instead of
-    Triton, which may round a direction to another bfloat16.
+    """Both run the same kernels on the same numbers, which pass through host memory. Muon's streamed momentum uses
+    torch instead of Triton, which may round a direction to another bfloat16.
     """
     here, there = (moved(small(name, states, place), DEVICE, fused=None) for place in (False, True))
     for key, value in here.items():

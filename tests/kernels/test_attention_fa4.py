@@ -23,7 +23,7 @@ from tests.kernels.test_attention import CASES, brute_force, cut, tensors
 
 
 class Refusal(Exception):
-    """Stands in for the errors of the package's compiler."""
+    """Replaces the errors of the package's compiler."""
 
 
 def scores(

@@ -1,4 +1,4 @@
-"""Requests made by hand: a card of any size and speed, so that no test depends on what is known of real ones."""
+"""Synthetic requests: a GPU of any size and speed, so that no test depends on the data of real ones."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ def request(
     tflops: float = 160.0,
     **options: Any,
 ) -> PlanRequest:
-    """An open search; `given` makes it a question about a model."""
+    """Return an open search, or with `given` a question about a model."""
     return PlanRequest(
         card=card(memory_gib),
         calibration=options.pop("calibration", calibration(tflops)),
@@ -48,7 +48,7 @@ def request(
 
 
 def given(preset: str, **overrides: Any) -> GivenModel:
-    """A preset with options by hand, as `make_request` makes it."""
+    """Return a preset with options set by hand, as `make_request` does."""
     layers = [*presets.layers(preset), overrides]
     own = frozenset(".".join(path) for path in merge.merge(layers)[1])
     return GivenModel(preset, tuple(layers), merge.build(layers), preset, own)

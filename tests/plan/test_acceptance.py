@@ -1,8 +1,8 @@
-"""The planner against what others measured and predicted: planning research of 2026-11, sections 1 and 3.
+"""The planner compared with others' measurements and predictions: planning research of 2026-11, sections 1 and 3.
 
-The predictions of section 3 come from another model than ours (two constants, fitted to 28 published runs of five code
-bases), whose own error is 6 % in the median and 20 % at most. So the two are independent, and must agree within the
-ranges that both of them state.
+The predictions of section 3 come from a different model (two constants, fitted to 28 published runs of five
+code bases), whose own error is 6 % in the median and at most 20 %. The two models are independent, and must
+agree within the ranges that both state.
 """
 
 from pathlib import Path
@@ -50,14 +50,15 @@ def test_the_best_model_in_24_hours(gpu: str, tmp_path: Path) -> None:
     )
     assert plan.verdict == "yes" and plan.best is not None
     found = plan.best.candidate
-    # Compute. A 3090's architecture has no published run that we can use, so nothing is added to its sheet.
+    # Compute. No published run on a 3090's architecture is usable, so its data sheet is used without a correction.
     assert 0.75 < found.weights * found.tokens[1] / (weights * tokens) < 1.25
     assert 0.6 < found.weights / weights < 1.6  # the law is flat around its optimum
 
 
 def test_a_4090_in_24_hours_is_a_known_share_of_gpt2(tmp_path: Path) -> None:
-    """15 to 25 % of the FLOPs, as one of the seeds reckoned. Its bands were d12-d14, d16-d18, d20 or more; those of
-    the step of 2026-11-21, which is faster by its kernels on an H200, are a size larger."""
+    """15 to 25 % of the FLOPs, as one of the seeds computed. Its bands were d12-d14, d16-d18, d20 or more. Those of
+    the step of 2026-11-21, which its kernels make faster on an H200, are one size larger.
+    """
     plan = make_plan(ask(gpu="rtx4090", hours=24, probes=str(tmp_path / "none")))
     assert plan.best is not None
     found = plan.best.candidate
@@ -77,7 +78,7 @@ def test_hours_of_the_dial(gpu: str, tmp_path: Path) -> None:
         request = ask(gpu=gpu, depth=depth, tokens=8 * weights, probes=str(tmp_path / "none"))
         plan = make_plan(request)
         if plan.best is None or plan.best.candidate.setting.activation_checkpointing != "none":
-            continue  # their numbers have nothing recomputed
+            continue  # their numbers assume no recomputation
         seconds = plan.best.candidate.seconds[1] - setup_seconds(request)
         assert 0.75 < seconds / 3600 / hours < 1.3, depth
         compared += 1
@@ -85,7 +86,7 @@ def test_hours_of_the_dial(gpu: str, tmp_path: Path) -> None:
 
 
 def _rows() -> list[Measurement]:
-    """Complete BF16 runs on one GPU of trainers that compile and pretrain as we do."""
+    """Return complete BF16 runs on one GPU by trainers that compile and pretrain as we do."""
     return [
         row
         for row in published()
@@ -101,7 +102,7 @@ def _rows() -> list[Measurement]:
 
 @pytest.mark.parametrize("row", _rows(), ids=lambda row: f"{row.card} {row.model}")
 def test_published_speed_of_other_trainers(row: Measurement) -> None:
-    """Without any probe within 30 %."""
+    """Without any probe, the speed is within 30 %."""
     assert row.rows and row.sequence_length and row.vocab and row.tokens_per_second
     shape = ModelConfig(
         vocab_size=row.vocab,
@@ -125,7 +126,9 @@ def test_there_are_rows_to_compare_with() -> None:
 
 
 def test_published_claims_of_seed_001_are_doubted(tmp_path: Path) -> None:
-    """ "185K tokens/s" of 124M on an RTX 5090 is about what it does in FP8; 1.5B at 15,000 in BF16 is plausible."""
+    """The claimed "185K tokens/s" of 124M on an RTX 5090 is about its speed in
+    FP8. 1.5B at 15,000 in BF16 is plausible.
+    """
     from deskside.plan.claim_check import Claims, check_claims
 
     def verdict(preset: str, speed: float) -> str:
@@ -134,7 +137,7 @@ def test_published_claims_of_seed_001_are_doubted(tmp_path: Path) -> None:
         return finding.verdict
 
     assert verdict("124m", 185_000) == "holds"
-    assert verdict("124m", 1_360_000) == "unlikely"  # eight cards' number, on one
+    assert verdict("124m", 1_360_000) == "unlikely"  # the number of eight GPUs, for one
     assert verdict("1.3b", 15_000) == "holds"
     assert verdict("1.3b", 150_000) == "unlikely"
     assert verdict("1.3b", 1_500_000) == "impossible"

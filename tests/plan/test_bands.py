@@ -1,4 +1,4 @@
-"""The open search: every band fits, finishes and can be executed, and more is never worse."""
+"""The open search: every band fits, finishes and can be executed, and more resources never make it worse."""
 
 import itertools
 import math
@@ -40,12 +40,12 @@ def target_loss(request: PlanRequest) -> float:
 
 
 def check(plan: Plan) -> None:
-    """What holds of every plan."""
+    """Assert the properties of every plan."""
     request = plan.request
     previous = 0
     for band in plan.bands:
         setting = band.candidate.setting
-        # It fits: the modelled peak of every stage, with what the allocator adds, and the context.
+        # It fits: the modelled peak of every stage, with the allocator's overhead, and the context.
         for _, shape, spec in setting.step_specs():
             memory = training_memory(shape, spec)
             need = memory.reserved + request.calibration.overhead_bytes
@@ -53,7 +53,7 @@ def check(plan: Plan) -> None:
             if band.name != "stretch" and band.estimate.fits == "fits":
                 high = memory.reserved * (1 + request.calibration.memory_spread)
                 assert high + request.calibration.overhead_bytes <= request.card.memory_bytes
-        # It finishes: what is planned takes no longer than there is, at the speed of each stage.
+        # It finishes: the planned tokens take no longer than the time, at the speed of each stage.
         seconds = run_length.pretrain_seconds(request)
         if seconds is not None:
             needed = sum(
@@ -62,7 +62,7 @@ def check(plan: Plan) -> None:
                 for stage, shape, spec in setting.step_specs()
             )  # fmt: skip
             assert needed + run_length.setup_seconds(request) == pytest.approx(seconds, rel=1e-6)
-        # It can be executed, and what is executed is what was planned.
+        # It can be executed, and the execution equals the plan.
         config = merge.build([band.config])
         assert carried_out(config, request) == carried_out(merge.build(layers_of(band.command)), request)
         again = setting_from_config(config, request.gpus, setting.precision)
@@ -80,7 +80,7 @@ def check(plan: Plan) -> None:
             setting.model.hidden_size,
         )
         if request.budget.kind not in (None, "loss"):
-            assert band.candidate.weights > previous  # safe is smaller than target, target than stretch
+            assert band.candidate.weights > previous  # safe is smaller than target, and target than stretch
             previous = band.candidate.weights
     if plan.bands:
         assert plan.best is not None
@@ -89,7 +89,7 @@ def check(plan: Plan) -> None:
 
 
 def layers_of(command: str) -> list[dict[str, Any]]:
-    """The configuration layers that `deskside train` would make of a command line."""
+    """Return the configuration layers that `deskside train` would create from a command line."""
     words = shlex.split(command)
     words = words[words.index("train") + 1 :]
     options, given_keys = COMMAND.parse_config(words)
@@ -98,7 +98,7 @@ def layers_of(command: str) -> list[dict[str, Any]]:
 
 
 def carried_out(config: RunConfig, request: PlanRequest) -> dict[str, Any]:
-    """The resolved configuration, but for where the data is."""
+    """Return the resolved configuration, without the location of the data."""
     found = config.model_dump(mode="json")
     del found["data"]["path"]
     return found
@@ -151,7 +151,7 @@ def test_a_loss_is_reached_in_the_least_time(loss: float) -> None:
     best = plan.best
     assert best is not None and best.name == "target" and plan.verdict == "yes"
     assert best.loss[1] == pytest.approx(loss, rel=1e-3)
-    # No other size gets there sooner, with the tokens that the law itself says it needs.
+    # No other size gets there sooner, with the tokens that the law requires for it.
     found = {c.shape.preset: c for c in candidates.search(request)}
     assert len(found) > 5
     for other in found.values():
@@ -161,7 +161,7 @@ def test_a_loss_is_reached_in_the_least_time(loss: float) -> None:
 
 
 def test_a_loss_bands_ends_are_the_ends_of_the_law() -> None:
-    """The law's own range: what far extrapolation adds to it promises nothing."""
+    """They are the law's own range, because the widening for far extrapolation cannot be promised."""
     by_name = {band.name: band for band in make_plan(made.request("loss", 0.9)).bands}
     assert by_name["safe"].loss[1] * LAW.high == pytest.approx(0.9, rel=1e-3)
     assert by_name["target"].loss[1] == pytest.approx(0.9, rel=1e-3)
@@ -171,7 +171,7 @@ def test_a_loss_bands_ends_are_the_ends_of_the_law() -> None:
 
 
 def test_the_target_is_where_a_brute_force_finds_it() -> None:
-    """Every depth, rung and micro-batch priced one by one, at one batch and without stages."""
+    """Brute force prices every depth, rung and micro-batch one by one, at one batch and without stages."""
     request = made.request(
         value=6.0,
         sequence_length=512,
@@ -262,7 +262,7 @@ def test_repeated_data_is_worth_less() -> None:
 
 
 def test_the_caller_may_know_the_time_better() -> None:
-    """`deskside go` gives the run's own seconds: the split of the hours does not apply to them again."""
+    """`deskside go` passes the run's own seconds, to which the split of the hours is not applied again."""
     request = made.request(value=1.0, pretrain_seconds=1800.0, setup_seconds=60.0)
     best = make_plan(request).best
     assert best is not None
@@ -273,7 +273,9 @@ def test_the_caller_may_know_the_time_better() -> None:
 
 
 def test_a_small_corpus_does_not_feed_a_model_of_any_size() -> None:
-    """However long the budget, no more than two weights for a unique token; and with text enough it grows on."""
+    """However long the budget, there are no more than two weights per unique token.
+    With enough text, the model grows further.
+    """
     sizes = {}
     for hours in (2, 24, 240):
         plan = make_plan(made.request("hours", hours, unique_tokens=70_000_000))

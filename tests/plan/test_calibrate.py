@@ -1,4 +1,4 @@
-"""Calibration: planted factors are found again, ranges hold, and nothing is guessed about a card that is not known."""
+"""Calibration: planted factors are recovered, ranges hold, and nothing is guessed about an unknown GPU."""
 
 import random
 import statistics
@@ -56,7 +56,7 @@ def row(spec: Row, result: Mapping[str, Any], status: str = "ok") -> Row:
 
 
 def point(spec: Row, rates: Rates, noise: float = 0.0, **more: Any) -> Row:
-    """What a probe would store of a card that has exactly these rates, but for the noise."""
+    """Return the row that a probe would store for a GPU with exactly these rates, apart from the noise."""
     step = sum(step_seconds(shape_of(spec), step_spec_of(spec), rates).values()) * (1 + noise)
     return row(
         spec,
@@ -74,7 +74,7 @@ def point(spec: Row, rates: Rates, noise: float = 0.0, **more: Any) -> Row:
 
 
 def errors(calibration: Calibration, rates: Rates, specs: list[Row] = TESTED) -> list[float]:
-    """Errors of tokens per second on steps that were not probed, smallest first."""
+    """Return the errors of tokens per second on steps that were not probed, smallest first."""
     return sorted(
         abs(
             tokens_per_second(shape_of(spec), step_spec_of(spec), calibration.rates)
@@ -99,7 +99,7 @@ FACTORS = {
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(name=st.sampled_from(["rtx4090", "rtx5090", "rtx 3090", "h200"]), **FACTORS)
 def test_planted_factors_are_found(name: str, compute: float, memory: float, delay: float) -> None:
-    """What three numbers can change, sixteen points tell: steps that were not probed come out right."""
+    """Sixteen points determine the three factors, so steps that were not probed are predicted correctly."""
     rates = planted(name, compute, memory, delay)
     found = calibrate(find(name), [point(spec, rates) for spec in PROBED])
     assert found.source == "measured"
@@ -121,7 +121,7 @@ def test_noise_does_not_carry_it_away(seed: int, compute: float, memory: float, 
 
 
 def test_more_points_come_closer() -> None:
-    """The median error over many cards that differ from the data sheet in all three factors."""
+    """Compares the median error over many GPUs that differ from the data sheet in all three factors."""
     draw = random.Random(5)
     cards = [
         planted("rtx4090", draw.uniform(0.8, 1.3), draw.uniform(0.7, 1.6), draw.uniform(0.5, 2.5))
@@ -140,7 +140,9 @@ def test_more_points_come_closer() -> None:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(spec=st.sampled_from(PROBED), **FACTORS)
 def test_one_point_is_not_trusted_too_much(spec: Row, compute: float, memory: float, delay: float) -> None:
-    """It holds itself, the range never gets narrower than a run's own scatter, and a surprise widens it."""
+    """The range contains the point itself, never gets narrower than a run's own
+    scatter, and widens after a surprise.
+    """
     rates = planted("rtx4090", compute, memory, delay)
     found = calibrate(find("rtx4090"), [point(spec, rates)])
     before = abs(
@@ -175,7 +177,7 @@ def _error(found: Calibration, measured_row: Row) -> float:
 
 
 def test_issue_targets_hold_on_what_was_kept_out() -> None:
-    """Nine in ten: speed within 30 % without a probe and 10 % with six points, memory within 5 %."""
+    """For nine in ten, speed is within 30 % without a probe and 10 % with six points, and memory within 5 %."""
     rows = [r for r in read_points([POINTS]) if r["status"] == "ok"]
     kept, given_ = [r for r in rows if not is_fitting_row(r)], [r for r in rows if is_fitting_row(r)]
     assert len(kept) == 31
@@ -207,7 +209,7 @@ def test_a_card_without_points_has_the_published_range() -> None:
 
 
 def test_the_range_of_an_unknown_architecture_holds_when_one_is_left_out() -> None:
-    """Each architecture is predicted from the others: the range that a plan states holds every row."""
+    """Each architecture is predicted from the others, and the range that a plan states contains every row."""
     found = leave_one_architecture_out()
     assert {one.architecture for one in found} >= {
         "Ada",
@@ -221,7 +223,7 @@ def test_the_range_of_an_unknown_architecture_holds_when_one_is_left_out() -> No
 
 
 def fused(spec: Row, rates: Rates, launch: float | None) -> Row:
-    """A point of the hand-written step, with the seconds that launching took."""
+    """Return a point of the hand-written step, with the seconds that launching took."""
     step_spec = step_spec_of(spec, None, {"compile": "fused"})
     step = sum(step_seconds(shape_of(spec), step_spec, rates).values())
     found = point(spec, rates, launch_seconds=launch, compile="fused")
@@ -231,14 +233,14 @@ def fused(spec: Row, rates: Rates, launch: float | None) -> Row:
 
 @pytest.mark.parametrize("factor", [0.4, 1.0, 2.5])
 def test_the_probe_measures_the_host(factor: float) -> None:
-    """A host of another speed is found from the seconds of launching, and the device's factors beside it."""
+    """The speed of the host is derived from the seconds of launching, together with the device's factors."""
     start = planted("rtx4090", 1.1, 1.2, 1.0)
     rates = replace(start, host=start.host.scaled(factor))
     specs = [{**spec, "activation_checkpointing": "none"} for spec in PROBED]
     rows = []
     for place, spec in enumerate(specs):
         launch = host_seconds(shape_of(spec), step_spec_of(spec, None, {"compile": "fused"}), rates.host)
-        # Points whose queue was full show more.
+        # Points whose launch queue was full show more.
         rows.append(fused(spec, rates, launch * (3.0 if place % 3 else 1.0)))
     found = calibrate(find("rtx4090"), rows)
     assert found.host_measured
@@ -249,7 +251,7 @@ def test_the_probe_measures_the_host(factor: float) -> None:
 
 
 def test_points_that_wait_for_the_host_say_nothing_of_the_card() -> None:
-    """Alone they leave what is published; beside others they are not counted."""
+    """Used alone, they leave the published calibration unchanged. Beside others, they are not counted."""
     waiting = {**SPECS[0], "micro_tokens": 512, "sequence_length": 512, "tokens": 4096}
     waiting["activation_checkpointing"] = "attention"
     rates = calibrate(find("h200"), []).rates
@@ -288,7 +290,7 @@ def test_an_unknown_card_is_measured_never_guessed() -> None:
 
 
 def test_a_cpu_may_be_far_from_what_a_gpu_taught() -> None:
-    """A factor of four, which no GPU is believed to have: one point is enough to believe it of a CPU."""
+    """A single point is enough to believe a factor of four for a CPU, which would not be believed for a GPU."""
     rates = Rates(2e11, 3e10).corrected(4.0, 4.0, 12.0)
     card = {
         "kind": "card",
@@ -312,7 +314,7 @@ def test_what_lies_beside_the_allocator_is_the_points_median() -> None:
 
 
 def test_the_draw_is_fixed() -> None:
-    """Constants and kept-out rows are told apart by it, so it must not move."""
+    """It separates the data for the constants from the held-out rows, so it must not change."""
     rows = read_points([POINTS])
     assert [r["index"] for r in rows] == [*range(64)]
     assert {r["seed"] for r in rows} == {SEED}
@@ -328,7 +330,7 @@ def test_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# Reports by other owners
+# Reports by other users
 
 
 def reports(*factors: float) -> list[Reported]:
@@ -354,7 +356,7 @@ def test_own_points_rank_above_reports_and_reports_above_the_data_sheet() -> Non
 
 
 def test_one_report_is_fitted_as_a_probe_is() -> None:
-    """The same rows in the probe store give the same rates, but for the host, and a narrower range."""
+    """A report gives the rates of the same rows in the probe store, except for the host's, and a wider range."""
     (shared,) = reports(1.0)
     own = calibrate(find("h200"), [point.probe_row() for point in shared.report.points])
     found = calibrate(find("h200"), [], [shared])
@@ -364,7 +366,7 @@ def test_one_report_is_fitted_as_a_probe_is() -> None:
 
 
 def test_reports_have_one_vote_each() -> None:
-    """The median of three is the middle one, however far the third is off, and their distance widens the range."""
+    """The median of three is the middle one, however far the third is off. Their distance widens the range."""
     middle = calibrate(find("h200"), [], reports(0.9))
     for wrong in (0.3, 0.5, 1.2):
         factors = sorted((0.9, 0.91 if wrong < 0.9 else 0.89, wrong))
@@ -375,12 +377,12 @@ def test_reports_have_one_vote_each() -> None:
     assert near.speed_spread == pytest.approx(
         max(REPORTED_SPREAD, calibrate(find("h200"), [], reports(1.0)).speed_spread)
     )
-    # Of the products; other rates differ less.
+    # of the products; other rates differ less
     assert far.speed_spread == pytest.approx(2 * 0.25 / 0.75, rel=0.1)
 
 
 def test_reports_without_a_usable_point_change_nothing() -> None:
-    """Points below 16 bits do not tell the rate of the model's products, which are BF16's."""
+    """Points below 16 bits do not reveal the rate of the model's products, which are in BF16."""
     (shared,) = reports(1.0)
     points = tuple(p.model_copy(update={"precision": "fp8-rowwise"}) for p in shared.report.points)
     low = replace(shared, report=shared.report.model_copy(update={"points": points}))

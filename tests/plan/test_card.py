@@ -16,7 +16,7 @@ from tests.plan.made import ask
 
 def test_a_card_of_the_table_offers_less_than_it_was_sold_with(tmp_path: Path) -> None:
     asked = ask(gpu="rtx4090", hours=24, probes=str(tmp_path))
-    # torch sees 23.5 to 23.6 GiB of an RTX 4090.
+    # torch reports 23.5 to 23.6 GiB for an RTX 4090.
     assert 23.4 < asked.card.memory_bytes / 2**30 < 23.7
     assert asked.card.memory_bytes == int(24 * 2**30 * (1 - DRIVER_SHARE))
 
@@ -95,7 +95,7 @@ def test_here_only_what_is_free_is_planned_with(
     assert here.calibration.source == "measured"  # the same machine, however busy
     assert any("1.5 GiB of the card's 23.6 GiB are in use" in note for note in here.notes) == told
     assert ("free" in here.card.memory_source) == (used_mib > 0)
-    # A card that is named is planned as it is sold.
+    # A GPU that is given by name is planned as it is sold.
     named = ask(gpu="rtx4090", hours=24, probes=folder)
     assert named.card.memory_bytes == int(24 * 2**30 * (1 - DRIVER_SHARE))
     assert not any("in use" in note for note in named.notes)

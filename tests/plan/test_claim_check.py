@@ -1,7 +1,7 @@
-"""The claims that this project started from, and that the planner says what is wrong with each.
+"""The planner finds what is wrong with each of the claims that this project started from.
 
 `MOE` is the 3B mixture of experts that was said to train on an RTX 5090 with 16K context and 32 rows per step in one
-second, with a peak of 28 GB, at 50-100 tokens per second, and 100,000 steps in 1.2 days. Elsewhere the same card was
+second, with a peak of 28 GB, at 50-100 tokens per second, and 100,000 steps in 1.2 days. Elsewhere, the same card was
 said to have 24 GB and to draw 450 W. The shape was not given; the one here has 3 billion parameters and 8 experts.
 """
 
@@ -79,7 +79,7 @@ def test_every_old_claim_is_refuted_with_its_arithmetic(moe: PlanRequest) -> Non
     why = {finding.claim: finding.why for finding in plan.findings}
     assert "32 GiB" in why["memory of the RTX 5090: 24 GiB"]
     assert "575 W" in why["power of the RTX 5090: 450 W"]
-    # As it was described it needs twice as much; everything that saves memory together is far less.
+    # As described, it needs twice as much. With every option that saves memory, it needs far less.
     least = re.findall(r"it needs (\d+\.\d) GiB", why["memory: 28 GiB"])
     assert len(least) == 1 and float(least[0]) < 20
     # 100,000 x 524,288 / (28.8 x 3600) = 505,679
@@ -87,7 +87,7 @@ def test_every_old_claim_is_refuted_with_its_arithmetic(moe: PlanRequest) -> Non
     # and at 100 tokens per second 524,288,000 s: 16.6 years
     assert "16.6 years" in why["50 to 100 tokens/s and 100,000 steps in 28.8 hours"]
     assert "7 of 7 claims do not hold" in plan.reasons
-    # With the states on the host it can be trained on the card's 32 GB, which is not what was claimed.
+    # With the states on the host, it can be trained on the card's 32 GB, which was not claimed.
     assert plan.verdict == "yes-if" and any("--optim.offload true" in reason for reason in plan.reasons)
 
 
@@ -132,7 +132,7 @@ def test_claims_between_can_and_cannot_are_unlikely(moe: PlanRequest) -> None:
 
 
 def test_the_card_alone_needs_no_model() -> None:
-    """Seeds: an RTX 5090 of 24 GB, of 450 W, of under 400 W; an RTX 4090 of 24 GB and 450 W is right."""
+    """The seeds say: an RTX 5090 of 24 GB, of 450 W, of under 400 W. An RTX 4090 of 24 GB and 450 W is right."""
     card = gpus.find("rtx5090")
     for claimed in (Claims(vram_gib=(24, 24)), Claims(watts=(450, 450)), Claims(watts=(400, 400))):
         [finding] = check_card_claims(card, claimed)

@@ -1,4 +1,4 @@
-"""The SkyPilot task of a plan: SkyPilot's parser reads it, its script starts, resumes and ends, prices are shown."""
+"""The SkyPilot task of a plan: SkyPilot can parse it, its script starts, resumes and ends, and prices are shown."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from deskside.plan.cloud import ACCELERATORS
 from deskside.utils.errors import UsageError
 from tests.sources import PACKAGE
 
-SKYPILOT = "skypilot==0.14.1"  # 459 MB with all that it needs, so not in the extra dev
+SKYPILOT = "skypilot==0.14.1"  # 459 MB with its dependencies, so it is not in the extra dev
 PARSE = """
 import json, sys, sky
 task = sky.Task.from_yaml(sys.argv[1])
@@ -32,7 +32,7 @@ print(json.dumps([task.name, task.setup, task.run, *hardware, task.file_mounts, 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder with a prepared corpus, as far as a plan looks at it."""
+    """An empty folder with a prepared corpus, as far as a plan reads it."""
     (tmp_path / "corpus").mkdir()
     (tmp_path / "corpus/index.json").write_text("{}")
     text = SimpleNamespace(
@@ -47,7 +47,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def planned(
     capsys: pytest.CaptureFixture[str], *more: str, gpu: str = "rtx4090", file: str = "task.yaml"
 ) -> tuple[dict[str, Any], Any]:
-    """The plan as JSON, and the task in the file."""
+    """Return the plan as JSON, and the task in the file."""
     arguments = [
         "--gpu",
         gpu,
@@ -91,7 +91,7 @@ def test_prices_of_renting_stand_beside_owning(folder: Path, capsys: pytest.Capt
 
 
 def test_the_script_starts_resumes_and_ends(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Run by bash, with a program that notes its arguments in the place of deskside."""
+    """bash runs it with a program in place of deskside that records its arguments."""
     _, task = planned(capsys, "--cloud-runs", "s3://mine")
     program = folder / "venv/bin/deskside"
     program.parent.mkdir(parents=True)
@@ -148,7 +148,7 @@ def test_what_cannot_be_carried_out_is_refused(arguments: str, problem: str, fol
 
 
 def test_hostile_file_names_stay_names(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A wheel's name is one word of the shell, and the task's own name cannot end the comment that it is in."""
+    """A wheel's name is one word in the shell, and the task's name cannot end the comment that contains it."""
     wheel, name = "a b;touch x.whl", "my $(task).yaml"
     Path(wheel).write_text("")
     plan, task = planned(capsys, "--cloud-wheel", wheel, file=name)
@@ -172,7 +172,7 @@ def test_every_card_with_a_price_has_a_name_of_skypilot() -> None:
 
 @pytest.mark.full
 def test_skypilots_own_parser_reads_the_task(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    python = os.environ.get("SKYPILOT_PYTHON")  # an interpreter that has it already
+    python = os.environ.get("SKYPILOT_PYTHON")  # an interpreter that already has it
     if python is None:
         subprocess.run([sys.executable, "-m", "venv", folder / "sky"], check=True)
         python = str(folder / "sky/bin/python")

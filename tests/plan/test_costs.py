@@ -1,4 +1,4 @@
-"""Energy and money of a plan: the arithmetic by hand, and prices that always say whose they are."""
+"""Energy and money of a plan: the arithmetic by hand, and prices that always name their source."""
 
 from dataclasses import replace
 

@@ -1,4 +1,6 @@
-"""The planner's idea of how a step is executed on a card is training's own, whatever the architecture and precision."""
+"""The planner's assumptions about a step's execution on a GPU equal training's
+own, for every architecture and precision.
+"""
 
 from typing import Any
 

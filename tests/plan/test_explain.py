@@ -1,4 +1,4 @@
-"""Every explanation is arithmetic that comes to the number that the plan shows."""
+"""Every explanation is arithmetic whose result is the number that the plan shows."""
 
 import re
 from typing import Any
@@ -20,7 +20,7 @@ WINDOW = {"model": {"sliding_window": 512, "window_pattern": "SSSL"}, "batch": {
 
 
 def plans() -> dict[str, Plan]:
-    """Runs that between them take every branch of the memory and speed models."""
+    """Return plans that together take every branch of the memory and speed models."""
     sharded = {
         "parallel": {"mode": "shard"},
         "compute": {"activation_checkpointing": "block", "loss_chunk_tokens": 2048},
@@ -138,7 +138,7 @@ def plans() -> dict[str, Plan]:
         found[f"adapters {base}"] = make_plan(
             made.request("tokens", 1e8, gpus=2, given=made.given("d16", **layer), overrides=layer)
         )
-    # Few tokens: the peak comes after the backward.
+    # With few tokens, the peak is after the backward.
     for mode in ("auto", "shard"):
         for passes in (1, 2):
             layer = {
@@ -164,7 +164,7 @@ PLANS = plans()
 
 
 def computed(filled: str) -> float:
-    """What the filled-in arithmetic comes to."""
+    """Return the result of the arithmetic with its numbers filled in."""
     text = filled.replace(",", "").replace(" x ", " * ").replace("^", "**")
     assert re.fullmatch(r"[\d.e+\-*/() ]+", text), filled
     return float(eval(text, {"__builtins__": {}}))
@@ -204,7 +204,7 @@ def test_the_last_line_is_what_the_plan_shows(name: str) -> None:
 
 
 def test_all_instants_and_parts_were_explained() -> None:
-    """The plans above are no test of the explanations unless they reach every instant of the memory model."""
+    """The plans above only test the explanations if they cover every phase of the memory model."""
     instants = {plan.shown.memory.instant for plan in PLANS.values() if plan.shown is not None}
     assert instants >= {"loss", "gradients", "update"} or instants >= {"loss", "backward"}
     both = {

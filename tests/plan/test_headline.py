@@ -1,4 +1,4 @@
-"""The sentence that begins a plan: articles as they are spoken, and memory of each GPU."""
+"""The first sentence of a plan: articles as they are pronounced, and the memory of each GPU."""
 
 import pytest
 

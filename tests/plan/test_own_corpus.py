@@ -1,4 +1,4 @@
-"""Own-corpus mode: what it changes, from when on, and that nothing else changes."""
+"""Own-corpus mode: what it changes, and that it changes nothing else."""
 
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ def test_many_epochs_are_regularised_and_the_model_is_the_same() -> None:
         assert after.config["checkpoint"]["keep_best"] is True
         assert after.config["data"]["packing"] == "shuffled"
         assert "weight_decay_epochs" not in before.config.get("optim", {})
-        # Without the mode, too, a run of many epochs ends with its best checkpoint.
+        # Without the mode, a run of many epochs also ends with its best checkpoint.
         assert before.config["checkpoint"] == after.config["checkpoint"]
         assert before.config["evaluate"] == after.config["evaluate"]
         built = merge.build([after.config])
@@ -71,7 +71,7 @@ def test_evaluations_take_a_small_part_of_a_run_of_forty_epochs(unique: int, exp
 
 
 def test_what_the_user_gives_stays() -> None:
-    # As the command line gives them: text that is not validated yet.
+    # As given by the command line: text that is not validated yet.
     given = {"optim": {"weight_decay_epochs": "8"}, "checkpoint": {"keep_best": "false"}, "dropout": "0.1"}
     own = best(own_corpus=True, overrides=given)
     config, epochs = own.best.config, own.best.candidate.tokens[1] / UNIQUE
@@ -82,7 +82,7 @@ def test_what_the_user_gives_stays() -> None:
 
 
 def test_what_a_file_of_the_user_sets_stays(tmp_path: Path) -> None:
-    """A key of a file has the rank of an option; the presets below it do not."""
+    """A key in a file has the rank of an option, unlike the presets that it builds on."""
     file = tmp_path / "mine.toml"
     lines = (
         '[data]\npacking = "best-fit"',
@@ -102,7 +102,7 @@ def test_what_a_file_of_the_user_sets_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", [{"average": {"name": "ema"}}, {"evaluate": {"every": None}}])
 def test_a_refusal_names_the_mode(given: dict[str, Any]) -> None:
-    """The user has not asked for keep_best."""
+    """The user has not set keep_best, so the error names the mode that did."""
     with pytest.raises(UsageError, match=r"^--own-corpus: .*--checkpoint\.keep_best false"):
         best(own_corpus=True, overrides=given)
     kept = {**given, "checkpoint": {"keep_best": False}}
@@ -117,7 +117,7 @@ def test_a_decay_that_cannot_grow_stays(optim: dict[str, Any]) -> None:
 
 
 def test_a_limit_on_size_is_said() -> None:
-    """In a long time, the best model is the largest that the text allows."""
+    """With a long time, the best model is the largest that the text allows."""
     plan = make_plan(made.request(value=48.0, unique_tokens=UNIQUE, own_corpus=True))
     assert plan.best.candidate.weights <= MAX_WEIGHTS_PER_TOKEN * UNIQUE
     assert "larger models than 40M weights" in " ".join(plan.reasons)
@@ -132,7 +132,9 @@ def test_it_needs_the_size_of_the_text(tmp_path: Path) -> None:
 
 
 def test_the_decay_per_epoch_is_that_of_four_epochs_and_of_slowrun() -> None:
-    """The sum of learning rate x decay over a run, with our schedules; slowrun at fd342f0: 1.93 and 2.25 per epoch."""
+    """The sum of learning rate x decay over a run, with our schedules. slowrun at
+    fd342f0 has 1.93 and 2.25 per epoch.
+    """
     optim, schedule = merge.build([]).optim, merge.build([]).schedule
     steps, batch = 4000, 2**16
     for epochs in (4, 8, 11, 15):

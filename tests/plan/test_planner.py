@@ -1,4 +1,4 @@
-"""FP8 is offered by name where it is faster, emulation is called by its name, and neither is ever chosen silently."""
+"""FP8 is offered by name where it is faster, emulation is named as such, and neither is ever chosen silently."""
 
 from pathlib import Path
 from typing import Any
@@ -28,8 +28,8 @@ def test_bf16_stays_the_default_and_fp8_is_offered_with_its_gain() -> None:
     told = f"--precision fp8 is an alternative: {offer['speed']:.2f} times the speed of BF16 (modelled"
     (reason,) = [reason for reason in plan.reasons if "alternative" in reason]
     assert reason.startswith(told) and reason.endswith("docs/precision.md")
-    assert "llmq" in reason  # the published pairs stand beside it
-    # What was offered is what choosing it plans.
+    assert "llmq" in reason  # the published pairs are given too
+    # Choosing the offer gives the plan that was offered.
     fp8 = planned(precision="fp8").best.estimate
     assert fp8.tokens_per_second[1] == pytest.approx(offer["tokens_per_second"], rel=0.02)
 
@@ -118,7 +118,9 @@ def test_native_nvfp4_would_be_priced_and_said_to_be_unseen(monkeypatch: pytest.
 
 
 def test_cached_weights_are_given_up_where_memory_is_short() -> None:
-    """BF16 copies of d30's blocks are 2.4 GB; converting at each use, the change is named and can be carried out."""
+    """BF16 copies of d30's blocks are 2.4 GB. Without them, weights are cast at
+    each use; the change is named and works.
+    """
     roomy_, short = (
         made.request("tokens", 1e9, memory_gib=gib, given=made.given("d26")) for gib in (80.0, 11.0)
     )
@@ -157,7 +159,7 @@ def test_pairs_of_probe_points() -> None:
     [
         ("h200", "bf16", 0),
         ("h200", "fp8", 1),  # another scaling
-        ("rtx4090", "fp8", 2),  # which is emulated for experts, and native for attention
+        ("rtx4090", "fp8", 2),  # it is emulated for experts, and native for attention
         ("h200", "nvfp4", 0),
     ],
 )
@@ -171,7 +173,9 @@ def test_what_experts_are_computed_in_is_said(gpu: str, precision: str, notes: i
 
 @pytest.mark.parametrize("gpus", [2, 4, 8])
 def test_the_batch_of_several_gpus_is_near_the_best(gpus: int) -> None:
-    """By the model of speed and loss: half or twice the planner's batch is hardly better, and training's default."""
+    """By the models of speed and loss, half or twice the planner's batch is
+    hardly better, nor is training's default.
+    """
 
     def expected(tokens: int | None) -> tuple[int, float]:
         overrides = None if tokens is None else {"batch": {"tokens": tokens}}

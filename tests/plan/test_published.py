@@ -1,4 +1,4 @@
-"""What published runs say of a card: the split, the two-way fit, and how well it does on the half that was kept out."""
+"""Calibration from published runs: the split, the two-way fit, and its errors on the held-out half."""
 
 import dataclasses
 import subprocess
@@ -41,21 +41,21 @@ TRAINERS = ("one", "two", "three")
 
 
 def made(card: str, trainer: str, speed: float) -> Measurement:
-    """A usable row of another card and trainer that ran `speed` times as fast as the model says."""
+    """Return a usable row of another GPU and trainer that ran `speed` times as fast as modelled."""
     row, model = template(card)
     return dataclasses.replace(row, framework=trainer, tokens_per_second=speed * model)
 
 
 @cache
 def template(card: str) -> tuple[Measurement, float]:
-    """A usable row with its card exchanged, and its modelled speed there."""
+    """Return a usable row with another GPU, and its modelled speed there."""
     row = next(row for row in calibration_split()[0] if row.gpus == 1 and row.precision == "bf16")
     row = dataclasses.replace(row, card=card)
     return row, modelled_speed(row)
 
 
 def test_hopper_is_the_anchor() -> None:
-    """deskside was measured there, so nothing published may move it."""
+    """deskside was measured there, so nothing published may change it."""
     assert speed_factors().architectures["Hopper"] == 1.0
     for card in ("h200", "h100 sxm", "h100 pcie"):
         assert architecture_factor(find(card))[0] == 1.0
@@ -70,7 +70,9 @@ def test_hopper_is_the_anchor() -> None:
 def test_planted_parts_are_found(
     trainers: list[float], architectures: list[float], data: st.DataObject
 ) -> None:
-    """Any table of trainers x architectures, some cells missing but the anchor's: one bad row in each does no harm."""
+    """In any table of trainers x architectures, with some cells missing (but not the
+    anchor's), one bad row per cell does no harm.
+    """
     of_trainer = dict(zip(TRAINERS, trainers, strict=True))
     of_card = dict(zip(CARDS, [1.0, *architectures], strict=True))
     spoiled = data.draw(st.sampled_from(CARDS))
@@ -90,7 +92,9 @@ def test_planted_parts_are_found(
 
 
 def test_the_split_is_by_place_alone() -> None:
-    """Every usable row is in one half; of each architecture and precision the halves alternate; twice is the same."""
+    """Every usable row is in one half, the halves alternate within each architecture and
+    precision, and repeating it gives the same.
+    """
     calibrating, kept = calibration_split()
     usable_rows = [row for row in published() if usable(row)]
     assert len(calibrating) + len(kept) == len(usable_rows) > 100
@@ -127,7 +131,9 @@ def test_usable_rows_are_plain_runs() -> None:
 
 
 def test_shapes_have_the_published_parameters() -> None:
-    """Within 15 % where the published number counts what ours does; tied embeddings and value embeddings aside."""
+    """They agree within 15 % where the published number counts the same
+    parameters, apart from tied and value embeddings.
+    """
     compared = 0
     for row in published():
         if usable(row) and row.params and "Qwen2.5-7B" in row.model:
@@ -138,7 +144,7 @@ def test_shapes_have_the_published_parameters() -> None:
 
 @pytest.mark.parametrize(("precision", "rows"), [("bf16", 46), ("fp8", 17)])
 def test_nine_in_ten_kept_out_rows_are_in_the_stated_range(precision: str, rows: int) -> None:
-    """The range that the planner states for each row's card, with the trainer's part; issue 3 allows 30 %."""
+    """The range is the planner's for each row's GPU, with the trainer's part. Issue 3 allows 30 %."""
     chosen = [s for s in held_out() if s.row.precision == precision]
     assert len(chosen) == rows
     inside = 0
@@ -152,7 +158,7 @@ def test_nine_in_ten_kept_out_rows_are_in_the_stated_range(precision: str, rows:
 
 
 def test_both_parts_are_needed() -> None:
-    """Without them our own step's speed is a third off for one in ten."""
+    """Without them, the speed of our own step is a third off for one in ten."""
     chosen = [s for s in held_out() if s.row.precision == "bf16"]
     bare = sorted(abs(s.model / s.measured - 1) for s in chosen)
     fine = sorted(abs(s.predicted / s.measured - 1) for s in chosen)
@@ -160,7 +166,9 @@ def test_both_parts_are_needed() -> None:
 
 
 def test_a_calibration_is_a_factor_of_the_data_sheet() -> None:
-    """The planner's tokens per second on a 4090 are the architecture's part times the model's, but for the delays."""
+    """The planner's tokens per second on a 4090 are the architecture's factor
+    times the model's, apart from the delays.
+    """
     row = next(r for r in calibration_split()[1] if r.card == "RTX 4090" and r.precision == "bf16")
     gpu = find("rtx4090")
     factor, basis = architecture_factor(gpu)
@@ -180,7 +188,7 @@ def test_rates_without_a_measurement_come_from_the_sheet() -> None:
 
 
 def test_links_are_those_of_the_data_sheet_for_every_card() -> None:
-    """No rule by name: the MI300X and the PRO 6000 had 22 GB/s, the link of a PCIe 4.0 card."""
+    """There is no rule by name: the MI300X and the PRO 6000 once had 22 GB/s, the link of a PCIe 4.0 card."""
     for gpu in gpus():
         rates = uncalibrated_rates(gpu)
         nominal = gpu.fabric_bandwidth or gpu.pcie_bandwidth
@@ -194,7 +202,7 @@ def test_links_are_those_of_the_data_sheet_for_every_card() -> None:
 
 
 def test_attention_of_published_runs_is_that_of_their_kernels() -> None:
-    """Every kernel in the table has a generation: a new name must be put into one, or be said to be like ours."""
+    """Every kernel in the table has a generation. A new name must get one, or be declared to be like ours."""
     ours = {"cuDNN", "cuDNN flash", "FA3", "FA3 window SSSL", "FA", "SDPA (window L)"}
     for row in published():
         if usable(row):
@@ -204,9 +212,10 @@ def test_attention_of_published_runs_is_that_of_their_kernels() -> None:
 
 
 def test_kept_out_rows_and_the_issues_target() -> None:
-    """Issue 13 asks for a median of at most 7 % and a worst of at most 25 %. The worst is missed by one row.
+    """Issue 13 requires a median of at most 7 % and a maximum of at most 25 %. One row misses the maximum.
 
-    It is MPT-760m at 512 tokens on A100 80GB, which its authors measured slower than at 2,048."""
+    It is MPT-760m at 512 tokens on A100 80GB, which its authors measured slower than at 2,048.
+    """
     errors = sorted(((abs(s.predicted / s.measured - 1), s) for s in held_out()), key=lambda pair: pair[0])
     assert len(errors) == 63
     assert errors[31][0] < 0.05 and errors[56][0] < 0.15
@@ -215,7 +224,9 @@ def test_kept_out_rows_and_the_issues_target() -> None:
 
 
 def test_published_memory_is_of_the_right_size() -> None:
-    """Rows that our step can be compared with: all within 30 %, half of them within 10 %. Issue 3's 15 % is missed."""
+    """All rows that are comparable with our step are within 30 %, and half are
+    within 10 %. Issue 3's 15 % is missed.
+    """
     rows = [m for m in memories() if m.modelled is not None]
     errors = sorted(abs(m.modelled / m.measured - 1) for m in rows if m.modelled is not None)
     assert len(errors) == 9
@@ -243,8 +254,9 @@ def test_no_torch() -> None:
     ("precision", "kept", "published"), [("bf16", 0, 21_919), ("fp8", 0, 28_084), ("nvfp4", 5, 30_040)]
 )
 def test_formats_against_an_8b_model_on_a_b200(precision: Any, kept: int, published: float) -> None:
-    """torchtitan's Llama 3 8B in BF16, MXFP8 and NVFP4 with the last 15 % of blocks in BF16
-    (torchtitan/components/quantization/nvfp4.md): nothing of the model was fitted to these, or to any NVFP4."""
+    """torchtitan's Llama 3 8B in BF16, MXFP8, and NVFP4 with the last 15 % of blocks in BF16
+    (torchtitan/components/quantization/nvfp4.md). No part of the model was fitted to these, or to any NVFP4.
+    """
     shape = ModelConfig(
         vocab_size=128256, hidden_size=4096, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, head_dim=128, intermediate_size=14336, max_position_embeddings=8192,

@@ -1,4 +1,4 @@
-"""What a person may ask, and what is refused in one line."""
+"""Requests for a plan: what can be asked, and what is refused in one line."""
 
 import re
 from pathlib import Path
@@ -98,7 +98,7 @@ def test_what_is_beyond_any_plan_or_contradicts_it(wrong: dict[str, Any], named:
 
 
 def test_gpus_that_share_rows_hold_parts_of_them() -> None:
-    """Four cards of which two share a row read two rows at a time, hold less, and exchange keys and values."""
+    """If two of four GPUs share a row, they read two rows at a time, hold less, and exchange keys and values."""
     rows = {"sequence_length": 32768, "tokens": 524288, "micro_tokens": 32768}
     estimates = []
     for context in (1, 2):

@@ -1,4 +1,4 @@
-"""Every command that a plan prints is accepted by `deskside train`, and is what was planned."""
+"""`deskside train` accepts every command that a plan prints, and runs what was planned."""
 
 import shlex
 from typing import Any
@@ -17,7 +17,7 @@ from deskside.utils.errors import UsageError
 from tests.cli.test_config_options import NEEDS, another
 from tests.plan.test_bands import layers_of
 
-# The budget sets the length. Fine-tuning starts from weights, which these requests do not have.
+# The budget sets the length. Fine-tuning starts from weights, which these requests lack.
 KEYS = sorted(
     ".".join(path)
     for path, _ in merge.config_fields()
@@ -28,7 +28,9 @@ STAGES = "[{until = 0.5, sequence_length = 256}, {until = 1.0, sequence_length =
 
 
 def options(keys: list[str]) -> dict[str, Any]:
-    """The configuration of a command line with a value for each key, and the keys without which it has no effect."""
+    """Return the configuration of a command line with a value for each key, and
+    the keys that it needs to have an effect.
+    """
     words = []
     for key in keys:
         words += [f"--{key}", STAGES if key == "schedule.stages" else another(key, FIELDS[key])]
@@ -59,7 +61,7 @@ def check_commands(question: dict[str, Any], keys: list[str]) -> None:
         words = shlex.split(band.command)
         gpus = int(words[words.index("--gpus") + 1]) if "--gpus" in words else 1
         run = build_on_gpus(layers_of(band.command), gpus).model_dump()
-        # The command names the data, which the plan leaves open; a preset's own text belongs to the preset's path.
+        # The command names the data, which the plan leaves open. A preset's own text belongs to the preset's path.
         data = {"path": run["data"]["path"]}
         if "path" not in band.config.get("data", {}):
             data |= band.config.get("data", {})

@@ -1,4 +1,4 @@
-"""Plans for texts of any size: epochs are bounded, and forecasts beyond the loss law are honest."""
+"""Plans for texts of any size: epochs are bounded, and forecasts outside the loss law's range are honest."""
 
 import math
 
@@ -68,7 +68,7 @@ def test_more_hours_are_never_worse(unique: int, of_hours: float, more: float, t
 
 
 def test_the_text_of_a_stranger() -> None:
-    """It was planned to be read 800,000 times, to 3.93 bits per byte."""
+    """The plan once read it 800,000 times, for 3.93 bits per byte."""
     plan = make_plan(ask(gpu="rtx4090", hours=24, unique_tokens="230k", text=STRANGE))
     best = plan.to_json()["bands"][0]
     assert best["epochs"] <= USEFUL_EPOCHS and best["ends_early"] and best["loss"]["bound"] == 2.026

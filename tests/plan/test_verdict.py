@@ -1,4 +1,4 @@
-"""A given model: yes, yes-if, no, and what each remedy saves and costs."""
+"""Verdicts on a given model: yes, yes-if or no, and what each remedy saves and costs."""
 
 import itertools
 import math
@@ -43,7 +43,7 @@ def test_what_fits_is_a_yes_and_needs_no_remedy() -> None:
 
 
 def test_yes_if_names_the_change_and_carries_it_out() -> None:
-    """d24 does not fit on 12 GiB as it is, and does with more recomputation."""
+    """d24 does not fit into 12 GiB, but it does with more recomputation."""
     request = made.request("tokens", 1e9, memory_gib=12.0, given=made.given("d24"))
     plan = make_plan(request)
     assert plan.verdict == "yes-if"
@@ -71,7 +71,7 @@ def test_what_was_asked_by_hand_may_be_what_has_to_change() -> None:
 def test_no_says_what_would_be_needed() -> None:
     plan = make_plan(made.request("tokens", 1e9, memory_gib=4.0, given=made.given("d38")))
     assert plan.verdict == "no" and plan.best is None
-    # Weights alone: 2 bytes each, whatever is recomputed or offloaded.
+    # Weights need 2 bytes each, whatever is recomputed or offloaded.
     assert plan.requested is not None
     assert 2 * num_params(plan.requested.setting.model) > 4 * GIB
     would = " ".join(plan.reasons)
@@ -81,7 +81,9 @@ def test_no_says_what_would_be_needed() -> None:
 
 
 def test_states_on_the_host_are_a_change() -> None:
-    """Weights and gradients of d30 are 11 GiB, Muon's states 6: on the host they leave room on a card of 16."""
+    """Weights and gradients of d30 take 11 GiB, and Muon's states 6 GiB. With the
+    states on the host, it fits into 16 GiB.
+    """
     plan = make_plan(made.request("tokens", 1e9, memory_gib=16.0, given=made.given("d30")))
     assert plan.verdict == "yes-if" and plan.best is not None
     optim = merge.build([plan.best.config]).optim
@@ -123,8 +125,9 @@ def test_sharding_over_the_named_gpus_is_a_change() -> None:
 
 
 def test_sharding_does_not_shrink_the_gradients_of_several_passes() -> None:
-    """The states of d38 over four GPUs would leave room on 20 GiB, but one pass of all rows does not fit beside them,
-    and from the second pass on every GPU holds whole gradients."""
+    """d38's states spread over four GPUs would leave room in 20 GiB, but one pass of all rows does not fit beside
+    them, and from the second pass on, every GPU holds whole gradients.
+    """
     plan = make_plan(made.request("tokens", 1e9, memory_gib=20.0, gpus=4, given=made.given("d38")))
     assert plan.verdict == "yes-if" and plan.requested is not None and plan.best is not None
     built = merge.build([plan.best.config])
@@ -142,10 +145,10 @@ def test_every_change_saves_memory_and_only_changes_are_executable() -> None:
     for remedy in changes:
         assert remedy.saves_bytes > 0
         assert remedy.speed is not None and remedy.speed > 0
-        if "context" not in remedy.costs:  # shorter rows need other positions of nothing
+        if "context" not in remedy.costs:  # shorter rows change no positions
             config = merge.build([*request.given.layers, remedy.options])  # type: ignore[union-attr]
             assert config.model.num_hidden_layers == 38
-    # The ladder: each rung saves more than the one before, and whole blocks cost the most speed.
+    # Each rung of the ladder saves more than the one before, and whole blocks cost the most speed.
     rungs = [r for r in changes if r.what.startswith("activation checkpointing")]
     assert [r.saves_bytes for r in rungs] == sorted(r.saves_bytes for r in rungs)
     assert min(rungs, key=lambda r: r.speed or 0).what.endswith("whole blocks")
@@ -169,19 +172,19 @@ def test_a_model_that_is_too_large_for_the_hours_is_told_so() -> None:
     plan = make_plan(made.request(value=5.0, memory_gib=80.0, given=made.given("d30")))
     assert plan.verdict == "yes-if"
     assert any("tokens per parameter" in reason for reason in plan.reasons)
-    # With the time that the reason asks for it is a plain yes.
+    # With the time that the reason names, it is a plain yes.
     assert make_plan(made.request(value=5000.0, memory_gib=80.0, given=made.given("d30"))).verdict == "yes"
 
 
 def test_a_model_that_reads_too_little_is_told_so_though_it_fits() -> None:
-    """The floor of the law hides in the total loss how much a model has missed."""
+    """The total loss contains the law's constant, which hides how much the model misses."""
     request = made.request(value=24.0, memory_gib=32.0, tflops=210.0, given=made.given("1.3b"))
     plan = make_plan(request)
     assert plan.requested is not None and plan.requested.fits == "fits" and plan.best is not None
     told = [reason for reason in plan.reasons if "tokens per parameter" in reason]
     assert plan.verdict == "yes-if" and len(told) == 1 and "trained in the same way" in told[0]
-    # A third of the best number of tokens is where it begins, whatever the budget is of; tokens are not hours, so
-    # that a smaller model has nothing to gain from them.
+    # The warning starts at a third of the best number of tokens, whatever the budget is. Tokens are not hours, so a
+    # smaller model gains nothing.
     right = optimal_tokens(LAW, plan.best.candidate.weights)
     for share, said in ((0.3, True), (0.36, False)):
         other = make_plan(
@@ -192,7 +195,7 @@ def test_a_model_that_reads_too_little_is_told_so_though_it_fits() -> None:
 
 
 def test_a_size_is_compared_with_what_is_trained_alike() -> None:
-    """The size that is best in some hours is not told off for rows that are not staged, or for its optimiser."""
+    """The best size for some hours is not criticized because its rows are not staged, or because of its optimizer."""
     best = make_plan(made.request(value=24.0)).best
     assert best is not None and len(best.candidate.setting.stages) > 1
     for optimizer in ("muon", "adamw"):
@@ -240,7 +243,7 @@ def test_a_long_sequence_needs_more(sequence: int) -> None:
 
 
 def test_between_gpus_the_range_is_wider_and_the_link_is_named() -> None:
-    """Nobody measured a run on several GPUs here: half of what they take to talk is uncertain, beside the rest."""
+    """No run on several GPUs was measured here, so half of the communication time is added to the uncertainty."""
     known = made.calibration(spread=0.2)
     spreads = {}
     for gpus, link in ((1, 20e9), (4, 20e9), (4, 2e9)):
@@ -292,7 +295,9 @@ def test_the_spread_of_the_calibration_is_the_range() -> None:
 
 
 def fastest_of_all(request: PlanRequest, asked: Setting) -> float:
-    """Tokens per second of the best that fits without another loss, every choice priced one by one."""
+    """Return the tokens per second of the best setting that fits without another
+    loss, found by pricing every choice.
+    """
     known, capacity = request.calibration, request.card.memory_bytes
     speeds = []
     single: tuple[tuple[bool, bool, GradientPlace], ...] = tuple(
@@ -316,7 +321,9 @@ def fastest_of_all(request: PlanRequest, asked: Setting) -> float:
 
 @pytest.mark.parametrize(("preset", "gpus", "gib"), [("1.3b", 1, 14.0), ("d38", 4, 32.0)])
 def test_a_yes_if_uses_the_room_that_it_makes(preset: str, gpus: int, gib: float) -> None:
-    """What was cut to one row per pass because nothing fitted grows again once something does."""
+    """The number of rows per pass, which was reduced to one because nothing
+    fitted, grows again once something fits.
+    """
     request = made.request("tokens", 1e10, gpus=gpus, memory_gib=gib, given=made.given(preset))
     plan = make_plan(request)
     assert plan.verdict == "yes-if" and plan.best is not None and plan.requested is not None
@@ -326,7 +333,7 @@ def test_a_yes_if_uses_the_room_that_it_makes(preset: str, gpus: int, gib: float
     assert chosen.tokens_per_second[1] == pytest.approx(fastest_of_all(request, asked), rel=1e-9)
     assert chosen.setting.micro_tokens > asked.sequence_length
     assert f"--batch.micro_tokens {chosen.setting.micro_tokens} " in f"{plan.best.command} "
-    # Nothing that is offered beside it is slower than at one row per pass with the same change.
+    # No offered option is slower than one row per pass with the same change.
     rungs = {"attention": "attention", "the MLP": "mlp", "whole blocks": "block"}
     for remedy in plan.remedies:
         what = remedy.what.removeprefix("activation checkpointing of ")
@@ -351,7 +358,7 @@ def test_a_pass_by_hand_stays_as_small_as_it_was_asked_for() -> None:
 
 
 def test_a_single_stage_keeps_its_window_and_rows() -> None:
-    """One stage by hand is no other run than it says: its window is priced, and carried out."""
+    """A single stage set by hand is the run that it says: its window is priced and executed."""
     layer: dict[str, Any] = {
         "model": {"window_pattern": "SSSL", "sliding_window": 1024, "max_position_embeddings": 8192},
         "schedule": {"stages": [{"until": 1.0, "sequence_length": 8192, "window": 256}]},
@@ -368,13 +375,13 @@ def test_a_single_stage_keeps_its_window_and_rows() -> None:
     assert wide.candidate.setting.flops_per_token > setting.flops_per_token
 
 
-# Options that cost nothing but speed, all of them; with them a run needs least of what the ladder can do.
+# All options that cost only speed. With them, a run needs the least memory that the ladder can reach.
 LADDER_LEAST: dict[str, Any] = {
     "compute.activation_checkpointing": "block",
     "compute.loss_chunk_tokens": 512,
     "precision.weight_cache": False,
 }
-# What a person could have asked for beside them, and the verdict may offer.
+# Other options that a user could have set, and that the verdict may offer.
 OPTIONS: dict[str, list[Any]] = {
     "optim.name": ["muon"],
     "optim.states": ["8bit"],
@@ -404,7 +411,7 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
 def test_what_an_option_makes_possible_is_offered_without_it(
     preset: str, optimizer: str, saving: dict[str, Any], room: float
 ) -> None:
-    """The card has hardly more memory than the run with these options needs, where contradictions would be."""
+    """The GPU has hardly more memory than the run with these options needs, where contradictions would show."""
     plain = {"optim.name": optimizer, "batch.sequence_length": 2048}
     changed = plain | LADDER_LEAST | saving
     changed["batch.micro_tokens"] = changed["batch.sequence_length"]
@@ -443,7 +450,7 @@ def test_the_mixture_that_was_said_not_to_fit_and_to_fit(tmp_path: Path) -> None
     asked = ask(gpu="rtx5090", preset=str(file), tokens="52B", precision="nvfp4", probes=str(tmp_path / "p"))
     plan = make_plan(asked)
     assert plan.verdict == "yes-if" and plan.best is not None
-    assert merge.build([plan.best.config]).precision.name == "nvfp4"  # as it was asked
+    assert merge.build([plan.best.config]).precision.name == "nvfp4"  # as requested
     with pytest.raises(UsageError, match="fp16"):
         ask(gpu="rtx5090", preset=str(file), tokens="52B", precision="fp16", probes=str(tmp_path / "p"))
 
@@ -470,7 +477,9 @@ def test_passes_that_wait_for_the_host_are_said() -> None:
 
 
 def test_what_waits_on_the_host_has_to_fit_there() -> None:
-    """d34 on 20 GiB needs host memory; with less of it, less waits there, and the reasons and the JSON say how much."""
+    """d34 on 20 GiB needs host memory. With less host memory, less is offloaded, and
+    the reasons and the JSON give the amount.
+    """
     request = made.request("tokens", 1e9, memory_gib=20.0, given=made.given("d34"))
     needed = []
     for host_gib in (None, 64, 8):
@@ -480,7 +489,8 @@ def test_what_waits_on_the_host_has_to_fit_there() -> None:
         needed.append(sum(plan.best.estimate.setting.host_memory.values()))
         assert any("of the host's memory" in reason for reason in plan.reasons) == bool(needed[-1])
         host = memory_json(plan.request, plan.best.estimate)["host"]
-        copy = host["items"].get("checkpoint", 0)  # of weights and states, to write checkpoints from
+        # of weights and states, which checkpoints are written from
+        copy = host["items"].get("checkpoint", 0)
         assert sum(host["items"].values()) == needed[-1] + copy and host["available"] == host_bytes
         assert (copy > 0) == (host_gib != 8)
     assert needed[0] == needed[1] > 8 * GIB and needed[2] <= 0.9 * 8 * GIB
@@ -511,7 +521,7 @@ def test_checkpoints_in_the_background_need_host_memory(background: Any, host_gi
 
 
 def test_every_gpu_has_its_own_states_on_the_host() -> None:
-    """With AdamW: Muon's momentum is shared."""
+    """Uses AdamW, because Muon's momentum is shared."""
     by_hand = {"optim": {"name": "adamw", "offload": True}, "batch": {"tokens": 131072}}
     one, two = (
         judge(made.request("tokens", 1e9, gpus=gpus, given=made.given("d12", **by_hand))).requested.setting

@@ -1,4 +1,4 @@
-"""What fits on a card: the same numbers as the plans of each size and time."""
+"""The table of what fits on a GPU has the same numbers as the plans of each size and time."""
 
 import math
 
@@ -40,7 +40,7 @@ def largest(rows: list[FitRow]) -> int:
 
 
 def test_a_model_finishes_where_no_larger_one_is_better_for_its_arithmetic(rows: list[FitRow]) -> None:
-    """With FLOPs in proportion to weights x tokens, by the loss law alone."""
+    """Uses only the loss law, with FLOPs proportional to weights x tokens."""
     seen = set()
     for cell in (cell for row in rows for cell in row.cells):
         if (candidate := cell.candidate) is None or cell.state == "tight":

@@ -1,4 +1,4 @@
-"""A Ray cluster on this machine, and what a study there has done so far."""
+"""A Ray cluster on this machine, and the progress of a study on it."""
 
 import contextlib
 import json
@@ -14,7 +14,7 @@ from deskside.study.execute.study_folder import StudyFolder
 from tests.study.fake_trials import ROOT
 
 NODE = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False}
-# Ray looks every half second whether a node is alive.
+# Ray checks every half second whether a node is alive.
 HEALTH = {
     "health_check_period_ms": 500,
     "health_check_failure_threshold": 3,
@@ -38,7 +38,7 @@ def new_cluster() -> Iterator[Any]:
 
 
 def wait_for(condition: Any, seconds: float = 240.0) -> Any:
-    """Return the first true value of a condition."""
+    """Wait until a condition returns a true value, and return it."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, "it did not happen in time"

@@ -161,7 +161,7 @@ def test_a_damaged_average_is_noticed(data: Path, tmp_path: Path) -> None:
 def test_both_evaluations_have_their_share_of_the_time(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of the averaged and of the raw weights take at most 5 % of the interval together."""
+    """Together, the evaluations of the averaged and of the raw weights take at most 5 % of the interval."""
     virtual = tiny_run.VirtualTime(monkeypatch, lambda step: 0.5)
     original = objective.evaluate_dataset
 

@@ -17,7 +17,9 @@ from tests.budget.operators.small_step import LENGTH, ROWS, SMALL, TOKENS, amoun
 
 
 def counted(shape: ModelConfig, rung: str = "none") -> float:
-    """FLOPs of the matrix products of one forward and backward pass, attention aside, as torch counts them."""
+    """Return the FLOPs of the matrix products in one forward and backward pass,
+    except attention, as counted by torch.
+    """
     with FakeTensorMode():
         model = Transformer(shape)
         recompute(model.layers, rung)
@@ -48,15 +50,16 @@ def test_products_are_what_torch_counts(given: dict[str, Any]) -> None:
     ("rung", "last"), [("attention", 256), ("mlp", 704), ("block", 704)], ids=["attention", "mlp", "block"]
 )
 def test_recomputed_products_are_at_most_the_last_one_too_many(rung: Any, last: int) -> None:
-    """Known: torch stops recomputing when the backward has what it needs, and nothing needs the last product's output.
-    The model counts it; what a recomputed step costs was fitted with it in."""
+    """Known: torch stops recomputing once the backward has what it needs, and nothing needs the last product's
+    output. The model counts that product, and the cost of recomputed steps was fitted with it.
+    """
     shape = ModelConfig(**SMALL)
     modelled = amount(operators(shape, activation_checkpointing=rung), "matmul", "head")
     assert modelled - counted(shape, rung) == 2.0 * TOKENS * 3 * 256 * last
 
 
 def test_experts_work_on_chosen_tokens_only() -> None:
-    """Two of eight experts are as much work as a dense MLP of both, and the router; Muon updates all eight."""
+    """Two of eight experts are as much work as a dense MLP of both sizes, plus the router. Muon updates all eight."""
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 352}
     dense, sparse = ModelConfig(**SMALL), ModelConfig(**SMALL | experts)
     router = 6.0 * TOKENS * 3 * 256 * 8
@@ -67,7 +70,7 @@ def test_experts_work_on_chosen_tokens_only() -> None:
 
 
 def test_rate_of_grouped_products() -> None:
-    """Above the measured sizes the largest rate holds, below them the smallest; in between it rises."""
+    """It is the largest rate above the measured sizes and the smallest below them, and rises in between."""
 
     def rate(tokens: int, **changes: int) -> float:
         experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 352} | changes

@@ -14,7 +14,9 @@ from tests.budget.test_format_costs import EXPERTS, WORK
 
 
 def test_values_quantized_by_hand() -> None:
-    """A token of one block: 768 into qkv, 768 into the output, 768 into gate-up, 2048 into down; the same four out."""
+    """Values per token and block: 768 into qkv, 768 into the output, 768 into
+    gate-up, 2048 into down; the same four out.
+    """
     entering, gradients = quantized_values(Sizes(ModelConfig(num_hidden_layers=1), StepSpec(1, 1, 1)))
     assert entering == 768 + 768 + 768 + 2048
     assert gradients == (768 + 2 * 192) + 768 + 2 * 2048 + 768
@@ -22,7 +24,9 @@ def test_values_quantized_by_hand() -> None:
 
 @pytest.mark.parametrize("precision", ["fp8", "nvfp4-eden", "fp8-nvfp4"])
 def test_casts_of_experts_are_counted_for_every_row(precision: Precision) -> None:
-    """Each of a token's experts has its own copy of the input, and the second product's input is as wide as all."""
+    """Each of a token's experts has a separate copy of the input, and the second
+    product's input is as wide as all of them.
+    """
     spec = replace(WORK, precision=precision, copies="step", native=frozenset())
     first, second, gradients = expert_values(Sizes(EXPERTS, spec))
     per_token = (2 * 2048, 2 * 2176, 2 * 2 * 2176 + 2 * 2048)

@@ -1,4 +1,4 @@
-"""All operators of a step, when it is divided into passes."""
+"""The operators of a step that is divided into several passes."""
 
 from deskside.budget.operators.step import step_operators
 from deskside.budget.step_spec import StepSpec
@@ -7,7 +7,9 @@ from tests.budget.operators.small_step import LENGTH, SMALL, amount
 
 
 def test_accumulation_repeats_what_belongs_to_a_pass() -> None:
-    """The same tokens in four passes: weights are cast and launches made four times, the rest is the same spec."""
+    """With the same tokens in four passes, weights are cast and kernels launched
+    four times. All other amounts are equal.
+    """
     shape = ModelConfig(**SMALL)
     one = step_operators(shape, StepSpec(LENGTH, 4 * LENGTH, 4 * LENGTH))
     four = step_operators(shape, StepSpec(LENGTH, 4 * LENGTH, LENGTH))

@@ -5,7 +5,7 @@ from tests.budget.operators.small_step import SMALL, TOKENS, amount, operators
 
 
 def test_dropout_reads_and_writes_its_tensors_twice() -> None:
-    """In the forward and in the backward; and blocks that are not fused once more if they are recomputed."""
+    """Once in the forward and once in the backward, and once more for blocks that are recomputed and not fused."""
     shape, tensor = ModelConfig(**SMALL), 2 * TOKENS * SMALL["hidden_size"]
     places = 2 * SMALL["num_hidden_layers"] + 1
     for options, more in (({}, 0), ({"activation_checkpointing": "block"}, places - 1)):

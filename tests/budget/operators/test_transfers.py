@@ -11,8 +11,8 @@ from tests.budget.operators.small_step import LENGTH, SMALL, amount, operators
 
 @pytest.mark.parametrize("gpus", [2, 4, 8])
 def test_between_gpus(gpus: int) -> None:
-    """FSDP gathers the blocks twice a pass and the
-    rest once, and scatters once a step; Muon's matrices are gathered in bfloat16. test_sharded_oracle.py counts them.
+    """FSDP gathers the blocks twice per pass and the rest once, and scatters once per step. Muon's matrices are
+    gathered in bfloat16. test_sharded_oracle.py counts them.
     """
     shape = ModelConfig(**SMALL)
     gradients = 4.0 * num_params(shape)
@@ -28,7 +28,7 @@ def test_between_gpus(gpus: int) -> None:
 
 
 def test_states_on_the_host_travel_up_and_down() -> None:
-    """Muon's 4 bytes per block weight and AdamW's 8 per entry of the tables, each way; vectors stay."""
+    """Muon's 4 bytes per block weight and AdamW's 8 per table entry are transferred each way. Vectors stay."""
     shape = ModelConfig(**SMALL)
     expected = 4.0 * block_matrix_params(shape) + 8 * root_params(shape)
     assert amount(operators(shape, offload_optimizer=True), "offload") == expected

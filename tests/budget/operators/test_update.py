@@ -10,7 +10,7 @@ from tests.budget.operators.small_step import SMALL
 
 
 def test_newton_schulz_is_what_torch_counts() -> None:
-    """All logical matrices of one layer, through Muon's own iteration."""
+    """Covers all logical matrices of one layer, through Muon's own iteration."""
     shape = ModelConfig(**SMALL | {"num_hidden_layers": 1})
     matrices = [(256, 256), (128, 256), (128, 256), (256, 256), (704, 256), (704, 256), (704, 256)]
     with FlopCounterMode(display=False) as counter:

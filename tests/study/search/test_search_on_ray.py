@@ -1,4 +1,4 @@
-"""A search on a Ray cluster whose head is killed in mid-trial: it ends with the command that continues it."""
+"""A search on a Ray cluster whose head is killed during a trial: it ends with the command that continues it."""
 
 import os
 import signal

@@ -128,7 +128,7 @@ def test_gradients_in_host_memory_are_clipped_by_the_norm_of_all(name: str) -> N
 
 @pytest.mark.parametrize("place", ["device", "host", "released"])
 def test_gradients_that_exist_at_the_same_time(place: str) -> None:
-    """Of the weights that are updated one at a time, at most those of one sublayer have a gradient."""
+    """At most the weights of one sublayer, of those that are updated one at a time, have a gradient."""
     run = stepper({"num_hidden_layers": 6}, gradients=place, grad_clip=0.0)
     large = [p for p in run.model.parameters() if p.numel() >= 256]
     most = 0
