@@ -9,6 +9,7 @@ import pytest
 
 from deskside.dashboard import tables
 from deskside.dashboard.page import PAGES
+from deskside.dashboard.server import BASE_SCRIPT
 from deskside.study import results as study_results
 from tests.dashboard.browsing import DESKTOP, PHONE, fits, opened, serious_faults, settled
 
@@ -16,27 +17,12 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 
-# Other tests open these pages by default.
-OPENED_ELSEWHERE = (
-    "run",
-    "search",
-    "report",
-    "summary",
-    "metrics",
-    "trade_offs",
-    "tables",
-    "claims",
-    "planner",
-)
-# Tests that open the other pages by default check them too.
-CHECKED_AFTER_A_CLICK = ("report", "metrics", "trade_offs", "tables")
-NAMES = [
-    pytest.param(spec.name, marks=[pytest.mark.full] if spec.name in OPENED_ELSEWHERE else [])
-    for spec in PAGES
-]
+# Tests that open the other pages by their addresses check those.
+CHECKED_AFTER_A_CLICK = ("runs", "report", "metrics", "trade_offs", "tables", "learning")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.full
+@pytest.mark.parametrize("name", [spec.name for spec in PAGES])
 def test_every_page_is_drawn_for_everyone_and_fits_a_phone(
     browser: "Browser", address: str, name: str
 ) -> None:
@@ -154,6 +140,13 @@ def test_nothing_leaves_this_machine_and_nothing_can_be_deployed(browser: "Brows
     assert outside == []
     assert page.get_by_text("Deploy", exact=True).count() == 0
     context.close()
+
+
+def test_the_index_of_every_page_knows_the_address_of_the_server(address: str) -> None:
+    for path in ("", *(spec.name for spec in PAGES)):
+        with urllib.request.urlopen(f"{address}/{path}", timeout=5) as answer:
+            text = answer.read().decode()
+        assert text.index(BASE_SCRIPT) < text.index('type="module"'), path
 
 
 def test_it_answers_on_this_machine_only(address: str) -> None:

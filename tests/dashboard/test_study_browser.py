@@ -185,5 +185,19 @@ def test_the_planner_on_a_phone(browser: "Browser", address: str) -> None:
     page.close()
 
 
+@pytest.mark.full
+def test_a_run_that_ends_is_compared_with_its_plan_on_the_open_page(
+    browser: "Browser", address: str, served_root: Path
+) -> None:
+    page = opened(browser, address, "planner")
+    speed = page.locator("li").filter(has_text="speed, tokens/s by plan")
+    (before,) = re.findall(r"median of (\d+)", speed.inner_text())
+    made_up.run(served_root / "runs/predicted")
+    speed.get_by_text(f"median of {int(before) + 1}").wait_for()
+    settled(page)
+    page.close()
+    shutil.rmtree(served_root / "runs/predicted")
+
+
 def box_of(page: "Page", label: str) -> Any:
     return page.get_by_text(label, exact=True).first.bounding_box()
