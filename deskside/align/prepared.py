@@ -131,7 +131,7 @@ def prepare_folder(
         convert: Converts a record, given the template and the token to append to an answer if the template writes no
             end token, else None. Raises NotRendered for unusable records.
         write: Writes the values of a split to a file; returns the file's name, and entries for the index.
-        optional: Fields that a record may have, beside those of every conversation.
+        optional: Fields that a record may have, in addition to those of every conversation.
 
     Raises UsageError for wrong sources or a split without usable records, RunError if the folder cannot be written.
     After an error, no new folder is left.

@@ -1,4 +1,4 @@
-"""Answers with several turns: the model calls tools, gets their results, and goes on.
+"""Answers with several turns: the model calls tools, gets their results, and continues.
 
 An answer is one sequence of tokens: what the model sampled, the results as the chat template writes them, what the
 model sampled next, and so on. As in TRL, the sampled tokens are kept as they are and never tokenized again, and the
@@ -94,7 +94,7 @@ class ToolTurns:
         return [transcript.sampled for transcript in transcripts]
 
     def _append_results(self, transcripts: list[_Transcript], open_ones: list[int], tokens: int) -> list[int]:
-        """Run the calls of the last turns, and append the results. Return the indices of the answers that go on."""
+        """Run the calls of the last turns, and append the results. Return the indices of the answers that continue."""
         callers = []
         for i in open_ones:
             transcripts[i].calls = self.calls(transcripts[i].turn) if transcripts[i].sampled.ended else []
@@ -136,7 +136,7 @@ class ToolTurns:
         writes no end token after calls.
         """
         names = [call.name for call in calls]
-        ids = [f"call{n:05d}" for n in range(len(calls))]  # Mistral's templates want nine letters or digits
+        ids = [f"call{n:05d}" for n in range(len(calls))]  # Mistral's templates need nine letters or digits
         made: list[dict[str, Any]] = [
             {"id": i, "type": "function", "function": {"name": name, "arguments": {MARK: MARK}}}
             for i, name in zip(ids, names, strict=True)

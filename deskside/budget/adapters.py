@@ -6,7 +6,7 @@ Frozen weights of the blocks are stored in the formats of `precision/frozen.py`,
                          int8  1, and 4 per output row
                          nf4   1/2 + 1/64 + 4 / 16384, and 1028 per matrix for a table of 256 numbers and a mean
 
-Routers stay in 16 bits. Every expert of a layer has adapters of its own; a token meets those of its chosen experts.
+Routers stay in 16 bits. Every expert of a layer has its own adapters; a token meets those of its chosen experts.
 
 Only adapters have gradients (4 bytes) and optimizer states. A frozen weight needs no gradient, so the input of a
 projection is saved for the backward only if the projection has an adapter. The adapter also saves x A^T, 2 bytes x rank

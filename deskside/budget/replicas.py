@@ -1,7 +1,7 @@
 """Bytes that replicas send each other in a step, and the memory of the gradients that are being summed.
 
-Gradients are summed beside the last backward of a step (`train/loop/gradient_buckets.py`). Muon's matrices are updated
-by one GPU each, and their new weights travel beside the next forward (`optim/owners.py`). Only what takes longer than
+Gradients are summed during the last backward of a step (`train/loop/gradient_buckets.py`). Muon's matrices are updated
+by one GPU each, and their new weights are sent during the next forward (`optim/owners.py`). Only what takes longer than
 these passes adds to the step, and what cannot begin before they end: the sum of the embedding's gradient, which the
 backward computes last.
 
@@ -52,7 +52,7 @@ def exchange(s: Sizes, trained: float) -> Exchange:
     in_backward = per_weight * (trained - matrices - embedding) + per_matrix_weight * matrices
     exposed: float = per_weight * embedding
     in_forward: float = spec.weight_bytes * matrices
-    if spec.context > 1:  # its backward has transfers of its own
+    if spec.context > 1:  # its backward has its own transfers
         in_backward, exposed = 0.0, exposed + in_backward
     if spec.compiled and not spec.fused:  # torch.compile's forward waits for no single layer
         in_forward, exposed = 0.0, exposed + in_forward

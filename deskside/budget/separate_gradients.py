@@ -23,7 +23,7 @@ STACK_WEIGHTS = 2**26  # weights that Muon updates at a time, unless a single ma
 
 
 def has_side_stream(spec: StepSpec) -> bool:
-    """Return True if gradients are handled beside the backward."""
+    """Return True if gradients are handled during the backward."""
     return spec.gradients == "host" or (spec.gradients == "released" and spec.offload_optimizer)
 
 
@@ -47,7 +47,7 @@ def gradients_in_update(s: Sizes) -> float:
 
 
 def update_in_backward(s: Sizes) -> float:
-    """Return the bytes of Muon's work on a released matrix, beside the backward or between two blocks."""
+    """Return the bytes of Muon's work on a released matrix, during the backward or between two blocks."""
     if s.spec.gradients != "released" or s.spec.optimizer != "muon":
         return 0.0
     return muon_bytes(s)

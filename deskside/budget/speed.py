@@ -201,7 +201,7 @@ def step_seconds(shape: Shape, spec: StepSpec, rates: Rates) -> dict[str, float]
 
 
 def item_seconds(shape: Shape, spec: StepSpec, rates: Rates) -> dict[str, float]:
-    """Return the seconds of the step's operators by item, without what is longer than the work beside it."""
+    """Return the seconds of the step's operators by item, without the part that overlapping work hides."""
     seconds = dict.fromkeys(ITEMS, 0.0)
     for operator in step_operators(shape, spec):
         seconds[operator.item] += operator_seconds(operator, rates, spec)

@@ -10,7 +10,7 @@ in words, and the formula with the numbers filled in. `deskside plan --explain` 
     ('4 x parameters / shards', '4 x 124,000,000 / 4')
 
 Long formulas are split into steps. `named` gives an intermediate result a name: later formulas show the name, and the
-formula of the intermediate result becomes a line of its own before them.
+formula of the intermediate result becomes a separate line before them.
 """
 
 import math

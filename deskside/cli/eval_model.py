@@ -365,7 +365,7 @@ def _found(
     results: Sequence[TaskResult],
     core_result: Core | None,
 ) -> list[str]:
-    """Return what was found, as parts of a sentence."""
+    """Return the results, as parts of a sentence."""
     parts = []
     if measured is not None:
         parts.append(f"{measured.result.bpb:.4f} bits per byte")

@@ -212,7 +212,7 @@ class Pipeline:
             option, too_short, reason = str(error).partition(TOO_SHORT)
             if not (too_short and option.startswith("schedule.length: ")):
                 raise
-            reason = reason.partition("; --hours ")[0]  # the suggested hours are those of training alone
+            reason = reason.partition("; --hours ")[0]  # the suggested hours are only those of training
             raise UsageError(f"--hours: {self.state.hours:g} h{TOO_SHORT}{reason}") from None
 
     def report(self) -> None:

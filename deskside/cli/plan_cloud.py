@@ -1,4 +1,4 @@
-"""`deskside plan --cloud`: write the SkyPilot task of a plan, and show what renting costs beside owning."""
+"""`deskside plan --cloud`: write the SkyPilot task of a plan, and compare the costs of renting and owning."""
 
 from pathlib import Path
 from typing import Any

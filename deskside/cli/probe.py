@@ -221,7 +221,7 @@ def _show(result: SweepResult, machine: Machine, store: Store, as_json: bool) ->
 
 
 def _answer(result: SweepResult, machine: Machine) -> str:
-    """Return what was found in one sentence: how many points, and the fastest."""
+    """Return the results in one sentence: how many points, and the fastest."""
     measured = [
         (float(each.row["result"]["tokens_per_second"]), each)
         for each in result.point_results

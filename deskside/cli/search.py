@@ -247,7 +247,7 @@ def _target_seconds(target: RunConfig, machine: LocalMachine) -> float | None:
 
 
 def _setup_seconds(layers: list[dict[str, Any]], machine: LocalMachine) -> float:
-    """Return the seconds of a trial beside its training: start, evaluation, end."""
+    """Return the seconds of a trial apart from its training: start, evaluation, end."""
     config = merge.build([*layers, length_layer(60.0)])
     timed = forecast(PlannedArm("trial", "trial", "search", {}, "trial", config, ""), machine)
     if timed.seconds_total is None or timed.seconds_training is None:
@@ -271,7 +271,7 @@ def _show(plan: SearchPlan, division: Division | None, check: MemoryCheck, optio
 
 
 def _run(folder: SearchFolder, plan: SearchPlan, check: MemoryCheck, options: SearchOptions) -> int:
-    """Run what is left of a search, write its report and print the answer. Returns the exit code."""
+    """Run the rest of a search, write its report and print the answer. Returns the exit code."""
     from deskside.study.search.conduct import conduct
 
     executor = make_executor(options.executor, options.devices, {plan.trial().compute.device})

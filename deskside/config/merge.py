@@ -7,7 +7,7 @@ recorded which layer set each key (its origin):
   on top of a preset that sets `rope_theta` drops the preset's key, but setting both in one layer is an error.
 - A layer that selects another alternative (`--optim.name adamw`) drops the options of lower layers that this
   alternative does not have.
-- `data.sources` are those of the `data.path` beside them: a layer that names another path drops them. Otherwise a
+- `data.sources` are those of the `data.path` in the same layer: a layer that names another path drops them. Otherwise a
   misspelt path would be filled with the preset's text, and a model trained on it.
 """
 

@@ -32,7 +32,7 @@ def _not_fused(config: RunConfig) -> bool:
 
 
 def _no_embedding_rate(config: RunConfig) -> bool:
-    """Return True if no embedding has a rate of its own: a tied one has the head's, and position embeddings remain."""
+    """Return True if no embedding has its own rate: a tied one has the head's, and position embeddings remain."""
     return config.model.tie_word_embeddings and config.model.position_embedding != "learned"
 
 

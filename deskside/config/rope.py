@@ -10,7 +10,7 @@ from deskside.config.base import Part
 # The limit is larger than the sizes of any model; products of two sizes fit into int64.
 Size = Annotated[int, Field(gt=0, le=1 << 27)]
 
-# The fields that each kind reads beside factor; those in capitals below must be given.
+# The fields that each kind reads in addition to factor; those in capitals below must be given.
 _FIELDS: dict[str, tuple[str, ...]] = {
     "linear": (),
     "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),

@@ -76,7 +76,7 @@ class RunConfig(Part):
     def stages(self) -> tuple[Stage, ...]:
         """Return the stages of the run; without `schedule.stages`, one stage for the whole run.
 
-        `schedule.batch_growth` divides them further, into stages with batches of their own.
+        `schedule.batch_growth` divides them further, into stages with their own batches.
         """
         given = self.schedule.stages or (Stage(until=1.0, sequence_length=self.batch.sequence_length),)
         return given if self.schedule.batch_growth == 1 else grown(self.schedule, given, self.batch.tokens)

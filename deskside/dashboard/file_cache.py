@@ -152,7 +152,7 @@ def row(path: Path, live: bool, root: Path, kind: str) -> TableRow:
 def rows(result: ScanResult, root: Path) -> list[TableRow]:
     """Return the rows of all searches, studies, runs and trials that can be read, the newest first.
 
-    The two studies of a search have no rows of their own.
+    The two studies of a search have no separate rows.
     """
     live = live_runs(result.runs)
     found = [

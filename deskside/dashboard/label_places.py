@@ -6,7 +6,7 @@ from dataclasses import dataclass
 GAP = 3.0  # pixels between a mark and its label
 # Horizontal or vertical; ends as fractions, as in `Mark`.
 Line = tuple[tuple[float, float], tuple[float, float]]
-# (horizontal, vertical) side of the mark at which a label stands, the best first. y points down, as on a screen.
+# (horizontal, vertical) side of the mark for a label, the best first. y points down, as on a screen.
 SIDES = ((1, 0), (-1, 0), (0, -1), (0, 1), (1, -1), (1, 1), (-1, -1), (-1, 1))
 
 

@@ -1,4 +1,4 @@
-"""Draws a page again when what it shows has changed."""
+"""Redraws a page when its content has changed."""
 
 from collections.abc import Callable
 
@@ -8,7 +8,7 @@ from deskside.dashboard.file_cache import REFRESH_SECONDS
 
 
 def rerun_when_changed(state: Callable[[], object]) -> None:
-    """Draw the page again once `state()` differs from what it is now. Call it before drawing what it depends on.
+    """Draw the page again once `state()` returns a different value. Call it before drawing what it depends on.
 
     It is for what changes rarely, such as the end of a run. What changes at every step is drawn by a fragment of its
     own, which leaves the rest of the page alone.

@@ -242,7 +242,7 @@ def _matches(arm: Arm, filters: Filters) -> bool:
     # Filters on factors that the arm's group does not vary are ignored.
     if any(name in arm.levels and arm.levels[name] not in levels for name, levels in filters.levels.items()):
         return False
-    return contains(arm.label, filters.search)  # not the id, which nobody sees
+    return contains(arm.label, filters.search)  # not the id, which is not shown
 
 
 def literal(text: str) -> str:

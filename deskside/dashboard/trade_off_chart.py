@@ -56,9 +56,9 @@ def fronts_in(results: Results, first: str, second: str) -> list[Front]:
 def trade_off(results: Results, x_key: str, y_key: str, factor: Factor | None = None) -> go.Figure | None:
     """Draw two metrics of each arm against each other. None if no arm has both.
 
-    Colors and symbols stand for the levels of `factor`. Larger marks have more parameters, open ones are emulated, and
-    a ring marks the Pareto front. Labels stand where they cover nothing. Points without a place for one are numbered.
-    The annotations are those of a phone and of a wide screen, of which `screen_style` hides the others.
+    Colors and symbols represent the levels of `factor`. Larger marks have more parameters, open ones are emulated, and
+    a ring marks the Pareto front. Labels are placed where they cover nothing. Points without a place for a label are
+    numbered. There are annotations for a phone and for a wide screen, and `screen_style` hides the other ones.
     """
     data = scatter_chart(results.arms, x_key, y_key, fronts_in(results, x_key, y_key))
     if data is None:

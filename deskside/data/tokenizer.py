@@ -1,4 +1,4 @@
-"""Byte-level byte-pair encoding (BPE): training, loading, and the bytes that each token stands for.
+"""Byte-level byte-pair encoding (BPE): training, loading, and the bytes that each token represents.
 
 Text is first split into words, and merges never cross word boundaries. The split pattern is that of Qwen3.5's published
 tokenizer, for three reasons. Combining marks (`\\p{M}`) stay with their letters; otherwise every Indic word would be
@@ -185,7 +185,7 @@ def copy(source: str | Path, directory: Path) -> None:
 
 
 def token_bytes(tokenizer: Tokenizer) -> NDArray[np.uint32]:
-    """Return the number of bytes that each token stands for, shape [vocab]; 0 for special tokens.
+    """Return the number of bytes that each token represents, shape [vocab]; 0 for special tokens.
 
     In byte-level BPE, each character of a token's string in the vocabulary stands for one byte, even if the token is
     only part of a UTF-8 character. So sums over the tokens of a text are exact. Raises UsageError for other tokenizers.
@@ -224,7 +224,7 @@ def token_texts(tokenizer: Tokenizer) -> list[bytes]:
 
 
 def max_bytes_per_token(tokenizer: Tokenizer) -> int | None:
-    """Return an upper bound of the bytes that one token stands for, or None if no bound is known.
+    """Return an upper bound of the bytes that one token represents, or None if no bound is known.
 
     A text of n bytes has at least n / max_bytes_per_token tokens. A bound is known for BPE without unknown tokens whose
     pre-tokenizer and normalizer remove nothing. The normalizer NFC shortens a text to no less than a third of its bytes
@@ -242,7 +242,7 @@ def max_bytes_per_token(tokenizer: Tokenizer) -> int | None:
     complete = (byte_level or model.get("byte_fallback")) and all(piece in vocab for piece in needed)
     shrinkage = _max_shrinkage(spec.get("normalizer"))
     added = spec.get("added_tokens", [])
-    # Such tokens remove the white space beside them.
+    # Such tokens remove the adjacent white space.
     strips = any(token.get("lstrip") or token.get("rstrip") for token in added)
     if not complete or shrinkage is None or strips or not _keeps_all(spec.get("pre_tokenizer")):
         return None

@@ -1,7 +1,7 @@
 """The list of checks, each run in a child process with a time limit, one child at a time.
 
 Checks of one kind can share a child, because importing torch takes seconds. If such a child fails or hangs, each of its
-checks runs again in a child of its own, so that the failure is attributed to the right check. This module does not
+checks runs again in a separate child, so that the failure is attributed to the right check. This module does not
 import torch: the parent holds no CUDA context and survives a torch that does not start.
 """
 
@@ -256,7 +256,7 @@ def run_all(checks: Sequence[Check], say: Say, deadline: float = math.inf) -> li
 
 
 def _run(checks: Sequence[Check], say: Say, deadline: float) -> dict[str, dict[str, Any]]:
-    """Run checks in one child process; if it fails, run each check in a child of its own."""
+    """Run checks in one child process; if it fails, run each check in a separate child."""
     calls = [{"target": c.target, "arguments": dict(c.arguments)} for c in checks]
     limit = min(max(c.timeout for c in checks), max(0.0, deadline - time.monotonic()))
     outcome = child_process.run("deskside.doctor.check_tools:run_checks", {"calls": calls}, limit)

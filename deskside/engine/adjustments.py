@@ -30,7 +30,7 @@ MAX_END_TOKENS = 2 * MAX_STOP_TOKENS  # end-of-text and stop tokens of a request
 
 @dataclass(frozen=True)
 class Adjustments:
-    """The adjustments of R rows, beside their sampling settings.
+    """The adjustments of R rows, in addition to their sampling settings.
 
     Attributes:
         in_prompt_RV: bool, tokens of the prompt.

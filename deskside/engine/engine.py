@@ -306,7 +306,7 @@ class Engine:
     def _prefill(self, unfinished: list[RowState], num_decoding: int) -> None:
         """Prefill the next parts of these rows' prompts. num_decoding: rows that wait for it to decode a step.
 
-        Prompts that are scored have passes of their own; the oldest row decides which kind is next.
+        Prompts that are scored have separate passes; the oldest row decides which kind is next.
         """
         scored = unfinished[0].scores is not None
         unfinished = [row for row in unfinished if (row.scores is not None) == scored]

@@ -1,4 +1,4 @@
-"""JSON schemas as grammars: options of llguidance's compiler, and what it would not follow, which is refused."""
+"""JSON schemas as grammars: options of llguidance's compiler, and refusal of keywords that it does not support."""
 
 import json
 import sys

@@ -2,8 +2,8 @@
 
 A full page never changes, so rows with the same prefix share its pages: the samples of one prompt, the turns of a
 conversation, requests with one system prompt. A full page is registered under a key, a digest of all tokens up to its
-end. A registered page that no row holds any more keeps its content until the page is needed; the page that has not been
-held for the longest time goes first.
+end. A registered page that no row holds any more keeps its content until the page is needed; the least recently
+used page is evicted first.
 
 This is host-side bookkeeping. The device executes steps in the order in which they were queued, so a page may be
 reused while the last step of the row that held it is still running.

@@ -128,7 +128,7 @@ class Rows:
 
     def end(self, row: RowState, reason: Reason) -> Event:
         """End a row and release its slot and pages."""
-        # The held text of a cancelled answer is dropped: nobody reads it.
+        # The held text of a cancelled answer is dropped: no client reads it.
         text = row.stream.finish() if row.stream is not None and reason != "cancelled" else ""
         row.ended = True
         if row.slot < 0:
@@ -178,7 +178,7 @@ class Rows:
 
 
 def _must_end_too_early(row: RowState) -> bool:
-    """Return True if a row that has too few tokens may go on only with tokens that end it."""
+    """Return True if a row that has too few tokens may continue only with tokens that end it."""
     if row.matcher is None or len(row.tokens) >= row.request.min_tokens:
         return False
     return allowed_tokens(row.matcher) <= set(row.request.end_tokens)

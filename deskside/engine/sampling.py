@@ -34,7 +34,7 @@ from deskside.utils.errors import UsageError
 # Special values of a ranking width, which is otherwise a number of most probable tokens: all rows are greedy; no row
 # needs sorted candidates; the whole vocabulary is sorted.
 GREEDY_ONLY, UNRANKED, ALL = 0, -1, -2
-NOT_FINITE = -1  # stands for the token if a logit is NaN or +inf
+NOT_FINITE = -1  # replaces the token if a logit is NaN or +inf
 # Bounds of the settings. Outside of them float32 overflows, or one setting decides everything: with a repetition
 # penalty of 1e-39, tokens of the prompt would always win, even control tokens.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 100.0

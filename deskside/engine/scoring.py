@@ -37,7 +37,7 @@ class HiddenRecorder(CachedBlocks):
 
 
 def score_parts(model: Transformer, hidden_ND: Tensor, parts: Sequence[tuple[RowState, int]]) -> None:
-    """Add what a pass computed to the rows' `scores`.
+    """Add a pass's results to the rows' `scores`.
 
     Args:
         hidden_ND: Final hidden states of the packed parts, perhaps with padding after them.

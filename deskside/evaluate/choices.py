@@ -53,7 +53,7 @@ class ExpertChoices:
             language_N = languages_BT.to(text_N.device).flatten().long()
         for layer, chosen_Nk in enumerate(self._chosen):
             cells_Nk = language_N[:, None] * experts + chosen_Nk
-            # Tokens that do not count go to a cell of their own. Adding up integers is exact in any order.
+            # Tokens that do not count go to a separate cell. Adding up integers is exact in any order.
             cells = torch.where(text_N[:, None], cells_Nk, len(self.languages) * experts).flatten()
             counts = torch.zeros(len(self.languages) * experts + 1, dtype=torch.int64, device=cells.device)
             counts.scatter_add_(0, cells, torch.ones_like(cells))

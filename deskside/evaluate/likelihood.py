@@ -64,7 +64,7 @@ class ContextEncoder:
     """Tokenizes text for an evaluation. Special tokens in a text are plain text.
 
     Args:
-        start_token: Stands for an empty context.
+        start_token: Replaces an empty context.
         always_start: Begin every text with the start token.
         chat: Renders each context as a user message with the chat template.
     """

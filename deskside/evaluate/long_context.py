@@ -83,7 +83,7 @@ def _passkey(rng: np.random.Generator, depth: float) -> LongText:
 
 
 def _multikey(rng: np.random.Generator, depth: float) -> LongText:
-    """Several numbers with names of which one is asked for; the others are at random depths."""
+    """Several named numbers, one of which is requested; the others are at random depths."""
     names, numbers = _words(rng, KEYS), _numbers(rng, KEYS)
     depths = [depth, *rng.random(KEYS - 1).tolist()]
     hidden = [

@@ -3,7 +3,7 @@
 Bits per byte cannot be compared between languages, because scripts differ in bytes per character, and languages in
 length. Translations say the same thing, so the bits that a model needs for a whole sentence can be compared (Cotterell
 et al. 2018, arXiv 1806.03743; Mielke et al. 2019, arXiv 1906.04726). More bits mean that the model knows less of the
-language. Each sentence stands alone, after the start token; its end is not predicted.
+language. Each sentence is evaluated alone, after the start token; its end is not predicted.
 """
 
 import math

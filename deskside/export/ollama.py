@@ -56,8 +56,8 @@ class ChatParts:
 def modelfile(gguf_file: str, folder: Path, stops: Sequence[str]) -> tuple[str, bool]:
     """Return the content of the Modelfile, and whether it has the model's chat template.
 
-    gguf_file: name of the file beside it. folder: with the tokenizer and chat template. stops: tokens that end an
-    answer.
+    gguf_file: name of the file in the same folder. folder: with the tokenizer and chat template. stops: tokens that
+    end an answer.
     """
     # Without a chat template, the model continues the text that it is given.
     template: str | None = "{{ .Prompt }}"

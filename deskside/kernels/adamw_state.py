@@ -52,7 +52,7 @@ def num_blocks(elements: int) -> int:
 
 
 def zero_code(signed: bool) -> int:
-    """Return the code that stands for the value 0."""
+    """Return the code that represents the value 0."""
     return 127 if signed else 0
 
 

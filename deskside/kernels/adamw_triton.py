@@ -117,7 +117,7 @@ def _adamw(  # type: ignore[no-untyped-def]
         g *= tl.load(factor_ptr)
     if BITS <= 8:
         if BITS == 4:
-            # Codes beyond the end do not stand for 0, and would change the scale of the last block.
+            # Codes beyond the end do not represent 0, and would change the scale of the last block.
             m = tl.where(mask, tl.load(m_map_ptr + _load_4bit(m_ptr, row, n, WIDTH)), 0.0)
             v = tl.where(mask, (_load_4bit(v_ptr, row, n, WIDTH) + 1).to(tl.float32) * 0.0625, 0.0)
         else:

@@ -1,8 +1,8 @@
 """Compile Triton kernels in several threads before they are needed, and count compilations.
 
 Triton compiles a kernel when it is first launched, one after the other: about 30 kernels before the first step, each
-with a run of ptxas and of the C compiler, both processes of their own. Here a computation runs once without the
-launches of kernels that are not compiled yet. Each of them is handed to a thread instead, and the computation goes on.
+with a run of ptxas and of the C compiler in separate processes. Here, a computation runs once and skips the launches
+of kernels that are not compiled yet. Each of them is passed to a thread instead, and the computation continues.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
 """Attention of packed prompts over a paged key-value cache.
 
-Packed: the new tokens of all rows stand one after the other, without padding between rows. Row l has the tokens
+Packed: the new tokens of all rows are stored one after the other, without padding between rows. Row l has the tokens
 cu_seqlens[l] to cu_seqlens[l + 1], as in FlashAttention's variable-length interface. The cache already contains their
 keys and values, after lengths_L[l] older tokens of the row. So a prompt, a part of a prompt and a prompt that continues
 a shared prefix are one case.

@@ -1,4 +1,4 @@
-"""Checks of a card report against the data sheet of its card: what is physically impossible is refused.
+"""Checks of a card report against the data sheet of its card: physically impossible values are refused.
 
 The limits leave room for what owners do to a card. Large BF16 products of 30 desktop and data-centre cards reach at
 most 1.13 of the data sheet (facts/gpus.csv), because most cards boost above their specified clock. A laptop's depends
@@ -79,7 +79,7 @@ def _check_point(name: str, point: ReportedPoint, report: CardReport, gpu: Gpu) 
     """Raise UsageError for a run that this card cannot have done."""
     _check_rate(f"{name}.matmul_flops", point.matmul_flops, gpu)
     model, params = point.config, num_params(point.config)
-    # Runs below 16 bits are held against the fastest format of the card, which is generous but never wrong.
+    # Runs below 16 bits are compared with the fastest format of the card, which is generous but never wrong.
     peak = gpu.bf16_flops
     if point.precision not in ("bf16", "fp32"):
         peak = max(gpu.bf16_flops, gpu.fp8_flops or 0, gpu.fp4_flops or 0)

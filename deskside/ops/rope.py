@@ -45,7 +45,7 @@ def rope_table(
 
 
 def frequency_divisors(rotary_dim: int, theta: float, scaling: RopeScaling, positions: int) -> Tensor:
-    """Return what a scaling divides each frequency by, (rotary_dim / 2,), in a model with this number of positions."""
+    """Return the divisor of each frequency, (rotary_dim / 2,), for a scaling and number of positions."""
     periods = _periods(rotary_dim, theta, torch.device("cpu"))
     return 1.0 / periods / _scaled_frequencies(periods, theta, scaling, positions)
 

@@ -1,4 +1,4 @@
-"""The shared expert of a mixture: an MLP that every token uses, beside the experts that the router chooses.
+"""The shared expert of a mixture: an MLP that every token uses, in addition to the experts that the router chooses.
 
 In dots.llm1, its output is added to that of the experts. In Qwen2-MoE, its output is first multiplied by a gate, the
 sigmoid of one more projection.

@@ -88,7 +88,7 @@ class Optimizer:
         self._set_clip_coefficient(None)
 
     def _with_gradient(self) -> list[ParameterInfo]:
-        """Return the parameters that `step` updates by a gradient of their own: not a tied embedding."""
+        """Return the parameters that `step` updates by their own gradient: not a tied embedding."""
         if self.tables is None or not self.tables.tied:
             return self._together
         self.tables.sum_gradients()

@@ -3,7 +3,7 @@
 Every replica would compute the same Newton-Schulz iteration from the same gradient. Instead, each matrix has one owner:
 the rank that has the sum of its gradients, keeps its momentum, and computes its update (as in ZeRO, Rajbhandari et al.
 2019, arXiv 1910.02054, and in the distributed Muon of github.com/KellerJordan/modded-nanogpt). Then the owners send the
-new weights to the others, beside the next work of the device: whoever reads a weight first calls `NewWeights.wait`.
+new weights to the others while the device continues. Code that reads a weight calls `NewWeights.wait` first.
 """
 
 from collections.abc import Collection, Iterable, Mapping

@@ -1,4 +1,4 @@
-"""Work on gradients that runs beside the backward pass, on a CUDA stream of its own.
+"""Work on gradients that overlaps with the backward pass, on a separate CUDA stream.
 
 The host queues the backward faster than it runs. Without a limit, the gradients that wait for their copies over the bus
 would pile up on the GPU, so when there are more than WAITING, the main stream waits for the oldest one.
@@ -14,7 +14,7 @@ WAITING = 2  # functions whose work has not finished yet
 
 
 class SideStream:
-    """Runs functions in order beside the device's main stream; on a CPU, at once.
+    """Runs functions in order on a second stream of the device; on a CPU, at once.
 
     waiting: functions that may be unfinished before the main stream waits for the oldest.
     """

@@ -345,7 +345,7 @@ def _tokens(plan: Plan, best: PlannedBand) -> list[Line]:
 
 
 def _most_tokens(request: PlanRequest, best: PlannedBand) -> list[Line]:
-    """Return the lines of a run that ends when more epochs are worth nothing."""
+    """Return the lines of a run that ends when more epochs no longer help."""
     epochs = leaf("epochs beyond which more are worth nothing (arXiv 2305.16264)", USEFUL_EPOCHS)
     tokens = epochs * leaf("unique tokens", request.unique_tokens or 0)
     if tokens < best.candidate.tokens[1]:

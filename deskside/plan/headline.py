@@ -1,4 +1,4 @@
-"""The plan in one sentence that a person can repeat."""
+"""The plan in one sentence."""
 
 import re
 

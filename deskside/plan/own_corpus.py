@@ -86,7 +86,7 @@ def _problem_with_best(candidate: Candidate, layer: Mapping[str, Any]) -> str:
 
 
 def _choices(candidate: Candidate) -> dict[str, Any]:
-    """Return what the mode sets, without the evaluations."""
+    """Return the settings of the mode, without the evaluations."""
     layer: dict[str, Any] = {"data": {"packing": "shuffled"}, **KEEP_BEST}
     optim = candidate.shape.config.optim
     # The growth belongs to the scaling of the decay, and has no effect on a decay of 0.

@@ -73,7 +73,7 @@ class Setting(StepOptions):
 
     @property
     def can_offload_activations(self) -> bool:
-        """True if what the blocks save may wait in host memory: fused blocks that are recomputed as a whole."""
+        """True if activations may be offloaded to host memory: fused blocks that are recomputed as a whole."""
         recomputed = self.activation_checkpointing == "block"
         return recomputed and self.copies != "pass" and not self.sharded
 
@@ -216,7 +216,7 @@ def options(setting: Setting, staged: bool = False) -> dict[str, Any]:
         "micro_tokens": setting.micro_tokens,
     }
     if len({stage.tokens for stage in setting.stages}) > 1 and setting.gradients == "released":
-        batch["micro_tokens"] = "auto"  # every stage has passes of its own size
+        batch["micro_tokens"] = "auto"  # every stage has its own size of passes
     result: dict[str, Any] = {"batch": batch, "compute": {}}
     if not setting.grows and (staged or len(setting.stages) > 1 or setting.stages[0].window is not None):
         until, stages = 0.0, []

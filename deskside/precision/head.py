@@ -33,7 +33,7 @@ from deskside.precision.products import product
 from deskside.precision.quantized_linear import ConvertedWeight, Quantizer, Shared
 from deskside.precision.quantized_operand import QuantizedOperand, cast_with_current_scale
 
-GRADIENT_SCALE = 2.0**14  # of the logits' gradients; E5M2's largest value, 57,344, then stands for 3.5
+GRADIENT_SCALE = 2.0**14  # of the logits' gradients; E5M2's largest value, 57,344, then represents 3.5
 CHUNKS = 2  # chunks of tokens per product for the weight gradient; more would increase the peak memory
 
 

@@ -335,7 +335,7 @@ def attach(model: nn.Module, config: AdapterConfig, seed: int, trained_tokens: S
 
 
 def saved_tables(model: nn.Module, config: AdapterConfig) -> list[Embedding | Linear]:
-    """Return the tables of a model that train whole beside its adapters."""
+    """Return the tables of a model that train completely, in addition to its adapters."""
     roles = {"embed_tokens": "embedding", "lm_head": "head"}
     wanted = {roles[name] for name in config.modules_to_save}
     return [m for m in model.modules() if isinstance(m, Embedding | Linear) and m.role in wanted]

@@ -169,7 +169,7 @@ class _Scales:
 
 
 def _block_target(operand: Operand) -> float:
-    """Return what a block's largest value is scaled to before rounding: 6, or slightly more in MS-EDEN."""
+    """Return the value that a block's largest one is scaled to before rounding: 6, or slightly more in MS-EDEN."""
     return 6.0 / EDEN_OVERRIDE if operand.rounding == "eden" else 6.0
 
 

@@ -1,7 +1,7 @@
 """Repeat a record: train its command with each of its seeds, and score the models.
 
 Everything is in one folder: the runs `seed-1`, `seed-2` ..., and `seed-1.json` ... once a seed is scored. Started again
-on the same folder, it skips what is scored and continues what is not.
+on the same folder, it skips scored runs and continues the others.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def train_in_process(arguments: Sequence[str]) -> int:
-    """Run `deskside train` in a process of its own, so that each seed finds an empty GPU.
+    """Run `deskside train` in a separate process, so that each seed finds an empty GPU.
 
     It gets Ctrl-C and SIGTERM from this one, and ends if this one is killed. Its output goes to standard error.
     """

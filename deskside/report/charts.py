@@ -81,7 +81,7 @@ def draw_bars(results: Results, group: Group, key: str) -> Plot | str:
     names = row_names(results, [row.arm for row in rows], [row.emulated for row in rows])
     figure, axes = new_figure(metric.label.capitalize(), 0.95 + row_inches(names) * max(len(rows), 2))
     for y, row in enumerate(rows):
-        # The values are in one column beside the plot, so that no interval covers them.
+        # The values are in one column next to the plot, so that no interval covers them.
         axes.text(1.02, y, row.text, transform=axes.get_yaxis_transform(), fontsize=10, va="center",
                   color=GREY if row.interval is None else INK)  # fmt: skip
         if row.interval is None:
@@ -117,7 +117,7 @@ def draw_bars(results: Results, group: Group, key: str) -> Plot | str:
 def draw_forest(results: Results, arms: Sequence[Arm], key: str) -> Plot | str:
     """Draw relative differences from the baselines with their intervals, or return why there is nothing to draw.
 
-    The arms may be those of several groups, which then stand one below the other.
+    The arms may be those of several groups, which are then stacked.
     """
     data = forest_chart(results, arms, key, MAX_ROWS)
     metric = metric_named(key)

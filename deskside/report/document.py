@@ -48,7 +48,7 @@ class Table:
 
     Attributes:
         subheads: Positions of rows that begin a part of the table.
-        stacked: On a phone, the cells of a row stand one below the other, instead of scrolling sideways.
+        stacked: On a phone, the cells of a row are stacked, instead of scrolling sideways.
     """
 
     head: Sequence[str]

@@ -1,6 +1,6 @@
 """Chat in the terminal.
 
-A chat model has a chat template beside its tokenizer, and each line that the user types becomes a message. A model
+A chat model has a chat template next to its tokenizer, and each line that the user types becomes a message. A model
 without one continues text: each line is appended to the text so far, and an empty line continues it as it is.
 
 `ChatSession` is independent of the terminal; `converse` reads and prints its messages. The engine is kept between

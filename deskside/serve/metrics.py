@@ -1,6 +1,6 @@
 """Metrics in Prometheus' text format, for /metrics: counters of the engine, and counts and times of requests.
 
-prometheus_client writes the format and keeps the histograms.
+prometheus_client writes the format and stores the histograms.
 """
 
 import time

@@ -91,7 +91,7 @@ class RequestMessage(StrictModel):
     """One message of a conversation.
 
     Fields that accept only null or an empty list occur in messages that clients send back unchanged.
-    What the model's chat template would not write, such as a name, is rejected. Content may be null beside calls.
+    What the model's chat template would not write, such as a name, is rejected. Content may be null if there are calls.
     """
 
     role: Annotated[str, Field(min_length=1, max_length=64)]

@@ -32,7 +32,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 MAX_HEAD_BYTES = 16 * 1024  # of a request's head: request line and headers
-# Paths that need no key, beside WEB_PREFIX: the chat page, which is the same on every server, and the server's health.
+# Paths other than WEB_PREFIX that need no key: the chat page, which is the same on every server, and the health check.
 PUBLIC_PATHS = ("/", "/health")
 
 

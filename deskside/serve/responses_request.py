@@ -1,4 +1,4 @@
-"""Requests of POST /v1/responses, and the chat completion that each asks for.
+"""Requests of POST /v1/responses, and the chat completion that each is translated to.
 
 The server keeps no state: what came before is part of `input`, as with OpenAI's `store: false`.
 """

@@ -1,7 +1,7 @@
 """Fields of requests that decide how tokens are sampled and when an answer ends.
 
 `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids` and `ignore_eos` are vLLM's; the others are
-OpenAI's. What the penalties do is in engine/adjustments.py.
+OpenAI's. engine/adjustments.py documents the penalties.
 """
 
 from typing import Annotated

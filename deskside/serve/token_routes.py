@@ -58,7 +58,7 @@ class DetokenizeRequest(StrictModel):
 
 
 class TokenRoutes:
-    """Handles both requests. Texts of any length are encoded, in a thread of their own."""
+    """Handles both requests. Texts of any length are encoded, in a separate thread."""
 
     def __init__(self, service: Service):
         self._service = service

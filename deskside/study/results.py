@@ -180,7 +180,7 @@ class Group:
         base: Preset or TOML file that the configuration of every arm starts from.
         design: "full" (every combination of levels) or "one-at-a-time".
         budget: Text such as "4 minutes of training".
-        within: Factors of which every level has a baseline of its own.
+        within: Factors of which every level has its own baseline.
     """
 
     name: str

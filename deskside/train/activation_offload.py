@@ -2,7 +2,7 @@
 
 With activation checkpointing, a fused sublayer saves one tensor, the residual stream. All of them together are most of
 what long rows need: 24 layers of 2048 channels and 16,384 tokens save 3 GiB. They are written once and read once, in
-reverse order, so that both copies can run beside the computation:
+reverse order, so that both copies can overlap with the computation:
 
     forward     compute  | layer 0 | layer 1 | layer 2 | ...          to host             | 0 | 1 | 2 ...
     backward    compute  ... | layer 2 | layer 1 | layer 0 |          to the GPU    | 2 | 1 | 0 |

@@ -144,7 +144,7 @@ def _environment(rank: int, processes: int, port: int) -> dict[str, str]:
 class _Forwarder:
     """Context manager that passes SIGINT, SIGTERM and SIGHUP on to the processes.
 
-    torch's `start_processes` sets handlers of its own, which `begin` replaces. `received`: the signals so far.
+    torch's `start_processes` sets its own handlers, which `begin` replaces. `received`: the signals so far.
     """
 
     def __init__(self) -> None:

@@ -25,7 +25,7 @@ WAIT_SECONDS = 300.0  # for the processes of other nodes to start
 
 
 def node_count() -> int:
-    """Return the number of machines of this run; torchrun tells each process how many run beside it."""
+    """Return the number of machines of this run; torchrun tells each process how many run on its node."""
     size = int(os.environ.get("WORLD_SIZE", "1"))
     return size // int(os.environ.get("LOCAL_WORLD_SIZE", size))
 

@@ -38,7 +38,7 @@ def terminal_width() -> int:
 def wrap(text: str, width: int, indent: int = 0, hanging: int = 0) -> list[str]:
     """Return the text in lines of at most `width` columns, broken between words.
 
-    A command to copy (`COMMAND`) is moved to lines of its own if it would be broken.
+    A command to copy (`COMMAND`) is moved to separate lines if it would be broken.
     indent: spaces before every line. hanging: more spaces before all lines but the first of each line of the text.
     """
     lines: list[str] = []

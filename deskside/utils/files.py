@@ -24,7 +24,7 @@ def cache_folder() -> Path:
 
 
 def data_folder() -> Path:
-    """Return the folder for what a user has added: $DESKSIDE_DATA, or deskside in the user's data folder."""
+    """Return the folder for a user's additions: $DESKSIDE_DATA, or deskside in the user's data folder."""
     if chosen := os.environ.get("DESKSIDE_DATA"):
         return Path(chosen)
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local/share") / "deskside"
@@ -119,7 +119,7 @@ def check_replaceable(out: Path) -> None:
 
 
 def replace_folder(target: Path, new: Path, owned: Collection[str]) -> None:
-    """Rename `new`, a folder beside `target`, to `target`, and delete the files of the old folder listed in `owned`.
+    """Rename `new`, a folder next to `target`, to `target`, and delete the files of the old folder listed in `owned`.
 
     The old folder keeps all its files until `new` has taken its place, and files that are not listed are never deleted.
     Neither path may be a symbolic link. Raises OSError if a folder cannot be renamed, and RunError if the old folder

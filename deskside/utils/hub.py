@@ -177,7 +177,7 @@ def _reason(model: HubModel, error: Exception) -> str:
     if isinstance(error, errors.HFValidationError):
         raise UsageError(f"{model}: is not a name of the hub: {str(error).splitlines()[0]}") from None
     status = getattr(getattr(error, "response", None), "status_code", None)
-    if status is None and isinstance(error, ValueError):  # such as the page of a network that wants a login
+    if status is None and isinstance(error, ValueError):  # such as the login page of a network
         return f"{constants.ENDPOINT} does not answer as a hub does ({str(error).splitlines()[0]})"
     return f"{constants.ENDPOINT} " + ("cannot be reached" if status is None else f"answers {status}")
 

@@ -22,7 +22,7 @@ MEANINGS = {
     "strong": "bold",  # headings and answers
     "quiet": "dim",  # sources and explanations
 }
-# Progress bars have no colour of their own.
+# Progress bars have no special colour.
 _PROGRESS = {
     **dict.fromkeys(("bar.complete", "bar.finished", "bar.pulse", "status.spinner"), "default"),
     **dict.fromkeys(("progress.elapsed", "progress.remaining", "progress.download"), "default"),

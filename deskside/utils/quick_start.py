@@ -1,4 +1,4 @@
-"""Shorten the start of a process that imports torch: no garbage collection meanwhile, and a CUDA context beside it."""
+"""Shorten the start of a process that imports torch: no garbage collection, and a CUDA context created in parallel."""
 
 import contextlib
 import ctypes

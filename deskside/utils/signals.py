@@ -71,7 +71,7 @@ class StopSignal:
 
     The training loop reads it and ends the run at the next step boundary. Once it is set, Ctrl-C ends the run without
     another checkpoint, as soon as one that is being written is complete.
-    Under nohup, which ignores SIGHUP, the run goes on after its terminal is closed.
+    Under nohup, which ignores SIGHUP, the run continues after its terminal is closed.
     """
 
     def __init__(self) -> None:

@@ -242,7 +242,7 @@ def save(
     """Write one checkpoint. Every rank calls this if `sharded`, otherwise rank 0 only.
 
     groups: the tensors by group: model, optimizer and, if there is one, average. Each is a file of this name.
-    group: processes of all ranks for the messages between them; None: the default group. A thread needs one of its own.
+    group: processes of all ranks for the messages between them; None: the default group. A thread needs its own.
     Raises RunError on every calling rank if one of them fails to write. Older checkpoints are then unchanged.
     """
     temporary, final = folder / f".tmp-{folder_name(step)}", folder / folder_name(step)

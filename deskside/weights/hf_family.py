@@ -85,7 +85,7 @@ class Family:
         windows: None if it has no sliding windows.
         rope_theta: The base if config.json has none.
         rope_names: Its names of rope_theta and partial_rotary_factor before transformers 5.
-        local_rope: Window layers have a base of their own: the field with it before transformers 5, and its default.
+        local_rope: Window layers have their own base: the field with it before transformers 5, and its default.
         partial_rotary: The share of rotated channels if config.json has none; None if all are always rotated.
         rope_types: Name in config.json -> ours (RopeScaling).
         transposed: The matrices of the blocks are (in, out), as in GPT-2's Conv1D.

@@ -71,7 +71,7 @@ def to_hf_rope(config: ModelConfig, family: Family) -> dict[str, Any]:
         share_name = family.rope_names.get("partial_rotary_factor", "partial_rotary_factor")
         parameters["partial_rotary_factor"] = result[share_name] = config.partial_rotary_factor
     if scaling is not None:
-        # transformers before version 5 reads rope_scaling, with the base and the share of channels beside it.
+        # transformers before version 5 reads rope_scaling, with the base and the share of channels next to it.
         parameters |= scaling.in_hf_form()
         result["rope_scaling"] = scaling.in_hf_form()
     if scaling is not None and scaling.rope_type == "longrope":

@@ -274,7 +274,7 @@ def _low_rank(config: PeftConfig, module: str, found: dict[str, Tensor], file: P
 
 
 def _stacked_owners(config: PeftConfig) -> set[str]:
-    """Return the modules whose parameters have adapters of their own: mlp.experts for mlp.experts.down_proj."""
+    """Return the modules whose parameters have their own adapters: mlp.experts for mlp.experts.down_proj."""
     return {parameter.rpartition(".")[0] for parameter in config.target_parameters or ()}
 
 

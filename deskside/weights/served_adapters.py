@@ -1,4 +1,4 @@
-"""PEFT adapters that stay beside the weights of one model, so that each row of a batch can use another one."""
+"""PEFT adapters that are kept next to the weights of one model, so that each row of a batch can use another one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

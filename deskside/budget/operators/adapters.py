@@ -14,7 +14,7 @@ MAGNITUDE_PASSES = 7  # over the outputs that DoRA scales: two in the forward, f
 
 
 def adapter_operators(s: Sizes, activation_bytes: float) -> list[Operator]:
-    """Return the products and the memory traffic of adapters, and the gradient of a head that trains beside them."""
+    """Return the products and the memory traffic of adapters, and the gradient of a head that trains with them."""
     if s.spec.adapter is None:
         return []
     sizes = [projection_sizes(s.shape)[name] for name in s.spec.adapter.targets]

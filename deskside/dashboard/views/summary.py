@@ -24,7 +24,7 @@ CHIPS: dict[Outcome, tuple[str, str]] = {
     "the same": ("open", "exactly the same"),
     "alone": ("open", "no comparison"),
 }
-# What the marks of the charts mean: (kind of chip, text).
+# The meaning of the charts' marks: (kind of chip, text).
 LEGEND = (
     ("better", "\u25cf shown to be better"),
     ("worse", "\u25c6 shown to be worse"),

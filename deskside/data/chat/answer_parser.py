@@ -41,7 +41,7 @@ class AnswerPart:
     calls: dict[int, ToolCall] = field(default_factory=dict)
 
     def add(self, rest: "AnswerPart") -> None:
-        """Add the last part of an answer, in which no call begins or goes on."""
+        """Add the last part of an answer, in which no call begins or continues."""
         self.text += rest.text
         self.reasoning += rest.reasoning
 
@@ -71,7 +71,7 @@ class AnswerParser:
         return part
 
     def finish(self) -> AnswerPart:
-        """Return what was held back. Call it once, after the last `push`."""
+        """Return the text that was held back. Call it once, after the last `push`."""
         rest = self._opening + self._buffer
         if self._state == self._reasoning:
             return AnswerPart(reasoning=rest)
@@ -87,7 +87,7 @@ class AnswerParser:
         part.add(self.finish())
         return part
 
-    # States. Each assigns some of the buffer, which is not empty, and returns False if it needs more text to go on.
+    # States. Each assigns some of the buffer, which is not empty, and returns False if it needs more text to continue.
 
     def _beginning(self) -> bool:
         """The answer may begin with <think>."""
@@ -221,7 +221,7 @@ class AnswerParser:
         return True
 
     def _no_call(self, length: int) -> bool:
-        """Take what is no call from the buffer, as text."""
+        """Take text that is not a call from the buffer."""
         length += len(self._opening)
         self._opening, self._buffer, self._state = "", self._opening + self._buffer, self._text
         self._use_text(length)

@@ -47,7 +47,7 @@ class Escaping:
         return self.pattern.sub(lambda match: self._escape + chr(FIRST_CODE + self._number[match[0]]), text)
 
     def unescape(self, text: str) -> str:
-        """Return the text with its escapes replaced by what they stand for."""
+        """Return the text with its escapes replaced by the characters that they represent."""
         if not self.used_in(text):
             return text
 

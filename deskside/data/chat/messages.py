@@ -124,7 +124,7 @@ def _checked_message(number: int, message: object) -> dict[str, Any]:
 
 
 def _content(where: str, message: Message, fields: Mapping[str, Any]) -> str:
-    """Return the text of a message. It may be missing beside calls or reasoning."""
+    """Return the text of a message. It may be missing if there are calls or reasoning."""
     content = message.get("content")
     if isinstance(content, list):
         content = "".join(_part_text(where, part) for part in content)

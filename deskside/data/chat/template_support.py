@@ -1,6 +1,6 @@
 """Tests which roles, fields and variables a chat template supports.
 
-A template silently leaves out what it does not know. To find out whether it writes a field, short conversations are
+A template silently drops fields that it does not know. To find out whether it writes a field, short conversations are
 rendered in which this field holds a word that occurs nowhere else. The word must be in the text.
 """
 

@@ -233,7 +233,7 @@ def validation_warnings(index: DatasetIndex) -> list[str]:
             "larger --val-fraction, or --val SOURCE"
         )
     for kind in ("lang", "source"):
-        # Of a source with one document, such as a file that a shell's pattern named, nothing can be held out.
+        # Nothing can be held out from a source with one document, such as a file that a shell's pattern matched.
         fewest = 1 if kind == "lang" else 2
         missing = sorted(_values(index, train, kind, fewest) - _values(index, val, kind))
         if missing and _values(index, val, kind):

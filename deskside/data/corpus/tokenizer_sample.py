@@ -55,7 +55,7 @@ class TokenizerSample:
 
 
 def check_temperature(options: CorpusOptions) -> None:
-    """Raise UsageError for an invalid temperature, or one beside an existing tokenizer."""
+    """Raise UsageError for an invalid temperature, or one given with an existing tokenizer."""
     if (temperature := options.tokenizer_temperature) is None:
         return
     if not 1 <= temperature <= 1000:

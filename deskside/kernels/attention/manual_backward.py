@@ -38,7 +38,7 @@ def attention_forward(
 
 
 def attention_output(q_BTHC: Tensor, k_BTKC: Tensor, v_BTKC: Tensor, context: AttentionContext) -> Tensor:
-    """Return o_BTHC alone, for a forward that the backward computes again. Nothing is saved, not even by autograd."""
+    """Return only o_BTHC, for a forward that the backward recomputes. Nothing is saved, not even by autograd."""
     backend = backend_named(context.backend)
     if backend.pair is not None:
         return backend.pair.forward(q_BTHC, k_BTKC, v_BTKC, context)[0]
@@ -73,4 +73,4 @@ def _backward_by_autograd(
     return dq_BTHC, dk_BTKC, dv_BTKC
 
 
-AUTOGRAD = FwdBwd(_forward_by_autograd, _backward_by_autograd)  # for backends without a pair of their own
+AUTOGRAD = FwdBwd(_forward_by_autograd, _backward_by_autograd)  # for backends without their own pair

@@ -89,7 +89,7 @@ def route(
     """Choose experts by the router's scores, and sort the choices by expert.
 
     normalise: the weights of a token's choices are divided by their sum. align: each expert has a positive multiple of
-    this many rows, so that S does not depend on the choices; the last expert has what is left. sigmoid: see
+    this many rows, so that S does not depend on the choices; the last expert has the rest. sigmoid: see
     `router_scores`. bias_E: added to the scores for choosing only, not to the weights; float32.
     """
     wide_NE = logits_NE.to(at_least_float32(logits_NE))

@@ -4,7 +4,7 @@ An emulated NVFP4 operand is code x block scale, which is exact in BF16, and one
 scales are applied in the epilogue, where the sum is still float32; in the BF16 operands they would be rounded to 8
 bits. torch passes such scales to cuBLAS only for FP8, hence this kernel.
 
-The three products of a linear layer y_NM = x_NK W_MK^T, by how their operands lie in memory:
+The three products of a linear layer y_NM = x_NK W_MK^T, by the layout of their operands in memory:
   "nt"  (L, S) x (R, S)^T   y = x W^T
   "nn"  (L, S) x (S, R)     dx = dy W
   "tn"  (S, L)^T x (S, R)   dW = dy^T x
@@ -134,7 +134,7 @@ def descriptor_kernel(  # type: ignore[no-untyped-def]
             else:
                 b = right.load([s, j])
             acc = tl.dot(a, b, acc)
-        # Stored in two halves: a whole tile in float32 would not fit into shared memory beside the operands.
+        # Stored in two halves: a whole tile in float32 would not fit into shared memory with the operands.
         halves = tl.permute(tl.reshape(acc * factor, (BL, 2, BR // 2)), (0, 2, 1))
         first, second = tl.split(halves)
         out.store([part, i, j], tl.reshape(first.to(DTYPE), (1, BL, BR // 2)))

@@ -74,7 +74,7 @@ def quantize(
     signs: (hadamard,) of +-1 on the device; a transform of 16 without fresh signs uses NVIDIA's fixed vector.
     seed: 64 bits for stochastic rounding; use another seed for each tensor and step.
     ends_E: for rows sorted by expert, the first row after those of each expert, int32 multiples of 128, so that the
-        rows of a tile are of one expert. Each expert is quantised by itself; amax and the global scale are (E,).
+        rows of a tile are of one expert. Each expert is quantized separately; amax and the global scale are (E,).
     Raises UsageError for unsupported operands, shapes, dtypes and devices.
     """
     if amax is None:

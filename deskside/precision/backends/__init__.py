@@ -47,7 +47,7 @@ def load(name: str, recipe: Recipe, device: torch.device) -> PrecisionBackend:
 def with_weight_of(linear: Linear, layer: nn.Module) -> Callable[[Tensor], Tensor]:
     """Return a function x (N, in) -> (N, out) that calls a library's layer with the weight of `linear`.
 
-    layer: has no weight storage of its own. The result is a function, because a module would register its parameters in
+    layer: has no separate weight storage. The result is a function, because a module would register its parameters in
     `linear`.
     """
 

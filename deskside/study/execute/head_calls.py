@@ -1,6 +1,6 @@
 """Calls that the head of a Ray cluster answers, so that a study outlives the head and can say what happened.
 
-Ray blocks in such a call while the head does not answer. After 60 s it ends the process, with a message of its own.
+Ray blocks in such a call while the head does not answer. After 60 s it ends the process, with its own message.
 """
 
 import queue

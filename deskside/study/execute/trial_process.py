@@ -1,10 +1,10 @@
-"""A trial in a process of its own, which saves and stops if the study's process ends.
+"""A trial in a separate process, which saves and stops if the study's process ends.
 
 The study writes the job as one line of JSON to the standard input of the trial's process, and keeps the pipe open. When
 the study ends for any reason, the pipe closes; then the trial saves and stops at the end of its step. It records how
 it ended in trial.json in its run directory, so that the outcome is known even if the study died first.
 
-Each trial's process leads a session of its own. So Ctrl-C in the terminal reaches only the study, which then asks its
+Each trial's process leads a separate session. So Ctrl-C in the terminal reaches only the study, which then asks its
 trials to stop, and a trial can be killed together with its child processes (compile workers).
 """
 

@@ -159,7 +159,7 @@ def _comparisons(results: Results, group: Group, metric: Metric, family: list[Ar
 
 
 def _rest(kind: str, members: list[tuple[Arm, Comparison]], baseline: str, metric: Metric) -> str:
-    """Summarize the arms that have no sentence of their own; those with one seed are listed separately."""
+    """Summarize the arms that have no separate sentence; those with one seed are listed separately."""
     if kind == "same":
         labels = [arm.label for arm, _ in members]
         return f"No difference shown in {metric.label} against {baseline}, either: {_quoted(labels)}"

@@ -41,7 +41,7 @@ def divide(
 
     Args:
         devices: Trials that run at once.
-        setup: Seconds of a trial beside its training.
+        setup: Seconds of a trial apart from its training.
         seeds: Of the confirmation.
         target: Training time of the run that is searched for; None if it is that of a trial.
         trial: Training time of a trial if the user gave it.

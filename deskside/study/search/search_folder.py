@@ -45,7 +45,7 @@ class SearchPlan:
         base: Preset or .toml file of the default configuration; given: configuration from the command line.
         layers: The target's configuration layers: those of `base`, then `given`.
         target_seconds: Training time of the run that is searched for; trial_seconds: of a trial.
-        hours: Of the whole search, on the clock; setup_seconds: expected of a trial beside its training.
+        hours: Of the whole search, on the clock; setup_seconds: expected of a trial apart from its training.
         confirm_at_target: True if the confirmation trains the target, and not the trials' proxy.
         seeds: Of the confirmation, for each of the two arms.
         max_trials: None for as many as the time allows.

@@ -89,7 +89,7 @@ class SearchQueue:
         self._over = False
         self._watched: dict[int, _Watched] = {}
         self._ending: dict[int, str] = {}
-        # Measured seconds of trials beside their training
+        # Measured seconds of trials apart from their training
         self._setups = [
             max(0.0, one.attributes["seconds"] - plan.trial_seconds)
             for one in suggestions.trials()
@@ -160,7 +160,7 @@ class SearchQueue:
 
     @property
     def setup_seconds(self) -> float:
-        """Seconds of a trial beside its training: the mean of those measured, or the forecast."""
+        """Seconds of a trial apart from its training: the mean of those measured, or the forecast."""
         return sum(self._setups) / len(self._setups) if self._setups else self._plan.setup_seconds
 
     @property

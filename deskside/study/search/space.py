@@ -111,7 +111,7 @@ class Dimension:
         elif self.kind == "one minus":
             value = 1 - parameter
         if isinstance(value, float):
-            value = float(f"{value:.4g}")  # what is reported and written is what is run
+            value = float(f"{value:.4g}")  # reports and presets have the values that are run
         *parts, leaf = self.key.split(".")
         layer: dict[str, Any] = {leaf: value}
         for part in reversed(parts):

@@ -86,7 +86,7 @@ def _value(path: merge.KeyPath, merged: Mapping[str, Any], dependents: tuple[mer
 def _number(
     path: merge.KeyPath, given: Any, merged: Mapping[str, Any], dependents: tuple[merge.KeyPath, ...]
 ) -> int:
-    """Return the integer at a path whose value `given` is not an expression; None stands for the default."""
+    """Return the integer at a path whose value `given` is not an expression; None means the default."""
     if given is None and path == HEAD_DIM:
         hidden = _value(("model", "hidden_size"), merged, dependents)
         heads = _value(("model", "num_attention_heads"), merged, dependents)

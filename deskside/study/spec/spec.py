@@ -288,7 +288,7 @@ class GroupSpec(SpecPart):
 
     Attributes:
         base: Preset or .toml file of the base configuration.
-        within: Factors of which every level has a baseline of its own.
+        within: Factors of which every level has its own baseline.
         baseline: The baseline's level of every other factor, by default the first.
         set: Configuration layers for every arm, lowest priority first.
     """

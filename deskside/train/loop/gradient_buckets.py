@@ -1,7 +1,7 @@
-"""Sums of the gradients of all replicas, computed beside the backward pass that completes them.
+"""Sums of the gradients of all replicas, computed during the backward pass that completes them.
 
 Gradients are summed in buckets that are fixed before the first step, in the order in which the backward finishes them:
-from the head down to the embedding. Each large gradient is a bucket of its own and is summed in place; the small ones
+from the head down to the embedding. Each large gradient is a separate bucket and is summed in place; the small ones
 of consecutive sublayers share a bucket. A bucket is sent as soon as the last backward of the step has completed it and
 all buckets before it, on a stream of its own. So every rank sends the same buckets in the same order in every run.
 

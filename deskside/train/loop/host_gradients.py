@@ -3,7 +3,7 @@
 As soon as autograd has completed the gradient of a weight, it is added to the sum in page-locked host memory and freed:
 the sum so far travels to the device in pieces, and the new one back, beside the backward of earlier layers (as in llmq,
 github.com/IST-DASLab/llmq). After the last pass the norm of all gradients is known. The optimizer then updates one
-weight at a time, while the gradient of the next one is on its way to the device. So clipping and skipped steps work as
+weight at a time, while the gradient of the next one is copied to the device. So clipping and skipped steps work as
 usual, and a step may have any number of passes.
 
 Sums of weights in bfloat16 are rounded with the random bits that `gradient_sums.py` uses, so they are the same to the

@@ -1,9 +1,9 @@
 """Weights that are updated during the backward pass, so that their gradients never exist together.
 
 As soon as autograd has completed the gradient of a weight, the optimizer updates the weight, and the gradient is freed
-(LOMO, Lv et al. 2023, arXiv 2306.09782). With optimizer states in host memory, the update runs beside the backward.
+(LOMO, Lv et al. 2023, arXiv 2306.09782). With optimizer states in host memory, the update overlaps with the backward.
 
-An update cannot wait for what the rest of the backward will find. So gradients are not clipped, and a bad step cannot
+An update cannot wait for the rest of the backward. So gradients are not clipped, and a bad step cannot
 always be undone: a loss that is not finite changes no weight, but if the norm of the gradients so far stops being
 finite or exceeds the guard's limit in the middle of the backward, only the weights from there on keep their values. The
 step counts as skipped, and after several of them in a row the run goes back to its last checkpoint, as usual.

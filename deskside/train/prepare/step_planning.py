@@ -87,7 +87,7 @@ def first_facts(
 def describe_work(
     config: RunConfig, plan: StepPlan, stages: Sequence[StageWork], step: int, elapsed: float
 ) -> str:
-    """Return what a run trains and when it will be done, in one line.
+    """Return the run's model and its expected end, in one line.
 
     step: the last finished step. elapsed: seconds of the run so far, by its clock.
     """

@@ -1,4 +1,4 @@
-"""A copy of a run's state in host memory, from which a checkpoint is written while training goes on.
+"""A copy of a run's state in host memory, from which a checkpoint is written while training continues.
 
 `torch.distributed.checkpoint.async_save` also copies and then saves in a thread, but its future ends when the tensors
 are written: checksums, state, flush and rename would need a second thread behind it. So the copy is made here, and the
