@@ -10,7 +10,6 @@ import contextlib
 import json
 import tempfile
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,15 +35,6 @@ def browsing() -> Iterator[Browser]:
         browser.close()
 
 
-def wait(address: str) -> None:
-    """Wait until the server answers, at most a minute."""
-    for _ in range(1200):
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{address}/_stcore/health", timeout=1):
-            return
-        time.sleep(0.05)
-    raise SystemExit("the dashboard does not answer")
-
-
 def timed(runs: int, steps: int) -> dict[str, float]:
     """Return the seconds until pages are drawn for a directory of runs of so many steps: the first page, then others.
 
@@ -62,7 +52,6 @@ def timed(runs: int, steps: int) -> dict[str, float]:
         command = time.perf_counter()
         times: dict[str, float] = {}
         with made_up.running(root / "runs/live"), serving(root) as address:
-            wait(address)
             times["server answers"] = time.perf_counter() - command
             for label, path, selector in pages:
                 page = browser.new_page(viewport=SIZES["desktop"])  # type: ignore[arg-type]

@@ -35,7 +35,7 @@ from benchmarks.dashboard import browsing
 from deskside.dashboard.page import FIRST_PAGE, PAGES
 from deskside.study.search.outcome import read_outcome
 from deskside.study.search.search_folder import RESULT
-from tests.dashboard.browsing import arrive, drawn, fits, serious_faults, serving, watched
+from tests.dashboard.browsing import drawn, fits, serious_faults, serving, watched
 from tests.serve import chat_pictures
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -227,7 +227,7 @@ class Camera:
         """Take the pictures of one page. wait: returns when an open page is drawn."""
         for form, scheme in FORMS:
             page = watched(self._browser, SIZES[form], scheme)
-            arrive(page, url)
+            page.goto(url)
             wait(page)
             if self._whole:
                 height = min(MAX_HEIGHT, max(SIZES[form]["height"], page.evaluate(CONTENT_HEIGHT)))

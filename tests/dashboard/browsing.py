@@ -5,8 +5,10 @@ import re
 import shutil
 import subprocess
 import sys
+import time
+import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +29,7 @@ DRAWN = (
 
 @contextmanager
 def serving(root: Path) -> Iterator[str]:
-    """Run `deskside dashboard` for a directory and yield its address. It must not print a traceback."""
+    """Run `deskside dashboard` for a directory and yield its address once it answers. It must print no traceback."""
     command = [sys.executable, "-m", "deskside", "dashboard", str(root)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
@@ -37,10 +39,20 @@ def serving(root: Path) -> Iterator[str]:
         line = server.stdout.readline()
         found = re.search(r"http://\S+", line)
         assert found, line
+        _wait(found.group())
         yield found.group()
         server.terminate()
         said = server.communicate(timeout=30)[0]
     assert "Traceback" not in said, said
+
+
+def _wait(address: str) -> None:
+    """Wait until the server answers, at most a minute. It listens a moment after it has said where."""
+    for _ in range(1200):
+        with suppress(OSError), urllib.request.urlopen(f"{address}/_stcore/health", timeout=5):
+            return
+        time.sleep(0.05)
+    raise RuntimeError(f"{address} does not answer")
 
 
 def opened(
@@ -56,21 +68,9 @@ def opened(
     """
     page = watched(browser, size, scheme)
     url = f"{address}/{'' if name == FIRST_PAGE.name else name}{query}"
-    arrive(page, url)
+    page.goto(url)
     settled(page)
     return page
-
-
-def arrive(page: "Page", url: str) -> None:
-    """Go to an address. The server listens a moment after it has printed it."""
-    for attempt in range(40):
-        try:
-            page.goto(url)
-            break
-        except Exception:
-            if attempt == 39:
-                raise
-            page.wait_for_timeout(250)
 
 
 def watched(browser: "Browser", size: dict[str, int] = DESKTOP, scheme: str = "light") -> "Page":
