@@ -59,7 +59,7 @@ class TokenizedText:
 class AnswerBatch(Batch):
     """A micro-batch of S answers of up to L scored tokens. Targets that are not scored are -100.
 
-    num_valid and num_valid_step count the tokens that the loss is averaged over: pairs, answers or tokens.
+    num_valid and num_valid_step count the units that the loss is averaged over: pairs, answers or tokens.
     target_index_M: int64, positions of the answers' targets in the flattened rows, answer by answer; M in all.
     mask_SL: bool, True for the first n entries of the row of an answer with n targets.
     """

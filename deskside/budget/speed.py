@@ -201,7 +201,7 @@ def step_seconds(shape: Shape, spec: StepSpec, rates: Rates) -> dict[str, float]
 
 
 def item_seconds(shape: Shape, spec: StepSpec, rates: Rates) -> dict[str, float]:
-    """Return the seconds of the step's operators by item, without the part that overlapping work hides."""
+    """Return the seconds of the step's operators by item, without exposed transfers (`exposed_seconds`)."""
     seconds = dict.fromkeys(ITEMS, 0.0)
     for operator in step_operators(shape, spec):
         seconds[operator.item] += operator_seconds(operator, rates, spec)
@@ -209,7 +209,7 @@ def item_seconds(shape: Shape, spec: StepSpec, rates: Rates) -> dict[str, float]
 
 
 def exposed_seconds(shape: Shape, spec: StepSpec, rates: Rates, device: float) -> float:
-    """Return by how much the transfers beside the computation are longer than the `device` seconds of a step.
+    """Return by how much the overlapped transfers are longer than the `device` seconds of a step.
 
     Activations travel to the host in the forward, and back in the backward. Gradients that are summed in host memory,
     and the states of weights that are updated during the backward, travel in the backward, in both directions.

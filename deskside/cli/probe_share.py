@@ -1,4 +1,4 @@
-"""`deskside probe --share FILE`: write what was measured as an anonymous card report (measurements/card_report.py)."""
+"""`deskside probe --share FILE`: write the measurements as an anonymous card report (measurements/card_report.py)."""
 
 import datetime
 import json

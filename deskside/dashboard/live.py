@@ -11,7 +11,7 @@ def rerun_when_changed(state: Callable[[], object]) -> None:
     """Draw the page again once `state()` returns a different value. Call it before drawing what it depends on.
 
     It is for what changes rarely, such as the end of a run. What changes at every step is drawn by a fragment of its
-    own, which leaves the rest of the page alone.
+    own, which does not redraw the rest of the page.
     """
     drawn = state()
 

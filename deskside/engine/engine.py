@@ -15,7 +15,7 @@ rounding: matrix products may round differently for another batch size or anothe
 between two tokens of nearly equal probability.
 
 On a GPU the host runs one step ahead: it queues a step before it has read the tokens of the previous one. If a step is
-short, it generates several tokens for each row. A row may therefore be decoded on after its end; that output is
+short, it generates several tokens for each row. A row may therefore be decoded beyond its end; that output is
 dropped. While a row with a grammar runs, the host reads every token before it queues the next step, because the grammar
 decides on the host which tokens may follow. An engine is not thread-safe.
 """
@@ -383,7 +383,7 @@ class Engine:
         """Return how many tokens the next decoding step generates for each row.
 
         Several in one graph, where the host would otherwise take longer than the device: it launches and reads one
-        step instead of many. A row that ends among them computes the others in vain, so not while other rows wait, or
+        step instead of many. A row that ends among them wastes the others, so not while other rows wait, or
         if no row needs all of them.
         """
         if self._graphs is None or self.num_drafts or self._step_seconds > MAX_STEP_SECONDS:

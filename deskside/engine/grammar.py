@@ -79,7 +79,7 @@ class Grammars:
             kind: "json": a JSON schema. "regex": a regular expression in Rust's syntax that matches the whole answer.
                 "choice": a JSON list of strings. "grammar": EBNF as in llama.cpp, or Lark. "lark": Lark with
                 llguidance's extensions, such as `%json`.
-            outer: A grammar in Lark that contains this one as `@inner`; None for this one alone.
+            outer: A grammar in Lark that contains this one as `@inner`; None for only this one.
         """
         return self._compile(kind, text, outer)
 

@@ -72,7 +72,7 @@ def modelfile(gguf_file: str, folder: Path, stops: Sequence[str]) -> tuple[str, 
 
 
 def chat_parts(renderer: Renderer) -> ChatParts | None:
-    """Return the fixed texts of a chat template, or None if it is not made of them alone."""
+    """Return the fixed texts of a chat template, or None if it contains anything else."""
     try:
         parts = _read_parts(renderer)
         if parts is None or any(_text(renderer, each) != parts.render(each) for each in _conversations()):

@@ -1,4 +1,4 @@
-"""Exports of a run with adapters: the adapters alone, or the original weights with the adapters merged.
+"""Exports of a run with adapters: only the adapters, or the original weights with the adapters merged.
 
 `save_peft` writes a directory that peft.PeftModel.from_pretrained loads on top of the base model. It contains
 adapter_config.json and adapter_model.safetensors in the layout of the PEFT library: `lora_A` and `lora_B` of every

@@ -114,7 +114,7 @@ class ReportedPoint(_Record):
         return self.tokens / self.step_seconds.median
 
     def setting(self) -> dict[str, Any]:
-        """Return the fields that say what was run, without its result."""
+        """Return the fields that describe the run, without its result."""
         names = (
             "model", "sequence_length", "tokens", "micro_tokens", "optimizer", "activation_checkpointing", "precision",
             "compile",
@@ -136,7 +136,7 @@ class ReportedPoint(_Record):
 
 
 class Benchmark(_Record):
-    """Speeds of the card alone: a large BF16 product, and a copy within its memory (bytes read plus written)."""
+    """Speeds of the card itself: a large BF16 product, and a copy within its memory (bytes read plus written)."""
 
     matmul_flops: Flops
     copy_bytes_per_second: Annotated[float, Field(ge=1, le=1e15, description="bytes/s")]

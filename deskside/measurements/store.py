@@ -140,7 +140,7 @@ class Store:
         return list(current.values())
 
     def find(self, key: Mapping[str, Any]) -> Row | None:
-        """Return the newest row of this key with a final status, or else its newest row, or None."""
+        """Return the newest row of this key with a final status, otherwise its newest row, or None."""
         wanted = hash_of(key)
         path = self.path(key["machine"]["card"])
         rows = [row for row in _read(path)[0] if row["hash"] == wanted]

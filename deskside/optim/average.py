@@ -125,7 +125,7 @@ class WeightAverage:
         return x.to(average.dtype).lerp(average.to(x.device), blend)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint needs besides `tensors`, as JSON data."""
+        """Return the JSON data that a checkpoint needs in addition to `tensors`."""
         return {
             "updates": self.updates,
             "progress": self._progress,

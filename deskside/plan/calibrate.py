@@ -51,7 +51,7 @@ PRIOR_SPREAD = {"cuda": (0.15, 0.25, 0.5), "cpu": (1.0, 2.0, 4.0)}
 # least FEW_ROWS published runs; for one with fewer, and the maximum for a card with one measured point.
 MIN_SPREAD, PUBLISHED_SPREAD, FEW_ROWS_SPREAD = 0.08, 0.25, 0.35
 FEW_ROWS = 5
-# For an architecture without published runs. If each architecture is predicted from the others alone, nine in ten rows
+# For an architecture without published runs. If each architecture is predicted only from the others, nine in ten rows
 # are within 22 %, and the worst is 36.5 % off (benchmarks/planner_published.py).
 UNKNOWN_SPREAD = 0.40
 # At least this for a card that others measured. Their drivers, coolers and power limits differ: large products on cards

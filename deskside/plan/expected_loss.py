@@ -42,7 +42,7 @@ def law_inputs(setting: Setting, tokens: float) -> tuple[int, float]:
 
 
 def bpb(request: PlanRequest, setting: Setting, tokens: float) -> Range:
-    """Return the range of bits per byte after `tokens` tokens, by the law alone."""
+    """Return the range of bits per byte after `tokens` tokens, according to the law alone."""
     return expected_bpb(LAW, *law_inputs(setting, tokens), request.unique_tokens)
 
 

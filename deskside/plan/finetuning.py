@@ -17,7 +17,7 @@ ROW_TOKENS = 2048  # or the longest row of the model
 ROWS = 8  # per step, one per pass
 TOKENS = 10e6  # of the run; the verdict depends on it only if the run takes more than a year
 RANK = 16
-# What trains: all weights, adapters beside weights in BF16, and adapters beside weights in 4 bits.
+# What trains: all weights, adapters on weights in BF16, and adapters on weights in 4 bits.
 METHODS: dict[str, dict[str, Any] | None] = {
     "full": None,
     "lora": {"rank": RANK, "base": "bf16"},
@@ -44,7 +44,7 @@ def finetuning_need(
     adapter: Mapping[str, Any] | None,
     with_remedies: bool = True,
 ) -> FinetuningNeed:
-    """Return what a run of supervised fine-tuning with AdamW needs on the card of a request.
+    """Return the needs of supervised fine-tuning with AdamW on the card of a request.
 
     adapter: the configuration of the adapters; None trains all weights. with_remedies: as in `judge`, for the reasons.
     """

@@ -1,4 +1,4 @@
-"""Remedies that make a model fit, each applied alone.
+"""Remedies that make a model fit, each applied separately.
 
 Each remedy is listed with the memory that it saves and its cost. The kinds:
 
@@ -53,7 +53,7 @@ MAX_NAMED_CARDS = 3  # examples of a larger card
 
 @dataclass(frozen=True)
 class Remedy:
-    """One way to reduce the memory of the requested run, applied alone.
+    """One way to reduce the memory of the requested run, applied separately.
 
     Attributes:
         saves_bytes: Reduction of the expected memory; for a change, at the tokens per pass of the requested run.
@@ -79,7 +79,7 @@ class Remedy:
 
 
 def remedies(request: PlanRequest, requested: StepEstimate) -> list[Remedy]:
-    """Return every remedy that saves memory, each applied alone to the requested run; changes come first."""
+    """Return every remedy that saves memory, each applied separately to the requested run; changes come first."""
     result = []
     for what, setting, costs in [*_one_row_per_pass(requested.setting), *_changes(requested.setting)]:
         if contradicts_config(request, setting):

@@ -139,7 +139,7 @@ def _requested_run(request: PlanRequest, given: GivenModel) -> StepEstimate:
 def _check_memory(
     request: PlanRequest, requested: StepEstimate
 ) -> tuple[StepEstimate | None, Answer, list[str]]:
-    """Return (the run that is possible or None, the verdict on memory alone, the reasons)."""
+    """Return (the run that is possible or None, the verdict based on memory only, the reasons)."""
     capacity, host_bytes = gib(request.card.memory_bytes), request.card.host_bytes
     low, expected, high = requested.memory_bytes
     needs = f"{gib(expected)} ({gib(low)} to {gib(high)}) of {capacity}"

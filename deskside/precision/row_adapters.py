@@ -7,7 +7,7 @@ A pass computes
 
 so rows with different adapters share a batch, at the cost of two small GEMMs for each weight, and a step can be
 captured in a CUDA graph, because the mask is computed on the device. The products and the memory that they read grow
-with the sum of all ranks: ten adapters of rank 16 have 160 columns beside the thousands of a weight. With hundreds of
+with the sum of all ranks: ten adapters of rank 16 have 160 columns, while a weight has thousands. With hundreds of
 adapters, kernels that read only the matrices of each row's own adapter are better (Punica, Chen et al. 2023,
 arXiv 2310.18547).
 

@@ -88,7 +88,7 @@ class DelayedScales:
         self.amax.zero_()
 
     def _set_scales(self) -> None:
-        # There are only a few hundred numbers, so the time depends on the number of kernel launches alone.
+        # There are only a few hundred numbers, so the time depends only on the number of kernel launches.
         amax = self.history.amax(0)
         torch.div(self._limit, amax, out=self.scale)
         self.scale.masked_fill_(amax == 0, 1.0).clamp_(max=torch.finfo(torch.float32).max)

@@ -1,6 +1,6 @@
 """Quantization of rows sorted by expert, and of the experts' weights, into operands of grouped products.
 
-Each expert is quantized as if it were a tensor of its own, so that an expert with small gradients loses nothing to one
+Each expert is quantized as if it were a separate tensor, so that an expert with small gradients loses nothing to one
 with large gradients.
 
     FP8     rows form     (S, K) with a scale per row (S,); of weights (E, M, K), scales (E, M)

@@ -1,4 +1,4 @@
-"""The score of a finished run: its exported model, on a record's corpus, by transformers alone."""
+"""The score of a finished run: its exported model, on a record's corpus, computed only by transformers."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,1 +1,1 @@
-"""Reports of runs and studies as Markdown, HTML and PNG plots, from their directories alone."""
+"""Reports of runs and studies as Markdown, HTML and PNG plots, made only from their directories."""

@@ -250,7 +250,7 @@ def _dry_step_blocks(fit: dict[str, Any], stage: str) -> list[Block]:
 
 
 def _choice_blocks(plan: dict[str, Any]) -> list[Block]:
-    """Return a table of what was chosen at the start, and a collapsed table of the values behind the choices."""
+    """Return a table of the choices at the start, and a collapsed table of the values behind them."""
     rows: list[tuple[str, str, str]] = []
     for kind, choice in mapping(plan.get("attention")).items():
         name = text(choice) or text(mapping(choice).get("name"))

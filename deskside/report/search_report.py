@@ -166,7 +166,7 @@ def _method_blocks(outcome: Outcome) -> list[Block]:
 
 
 def _commands(folder: Path) -> list[str]:
-    """Return the commands that a reader may want next."""
+    """Return the commands that a reader may need next."""
     path = shlex.quote(str(folder))
     winner = [f"deskside train {path}/{WINNER}"] if (folder / WINNER).exists() else []
     confirm = [f"deskside report {path}/confirm"] if (folder / "confirm" / "study.json").exists() else []

@@ -41,7 +41,7 @@ def best_sentence(results: Results) -> str:
 
 
 def best_table(results: Results) -> Table:
-    """Return a table of what is shown to be best against its baseline: a row per group, a column per metric."""
+    """Return a table of the arms shown to be best against their baseline: a row per group, a column per metric."""
     head = ("group", *(f"best {metric_named(key).label}" for key in PRIMARY))
     rows: list[tuple[str | Chip, ...]] = [
         (group.heading, *(_best_chip(results, group, key) for key in PRIMARY)) for group in results.groups

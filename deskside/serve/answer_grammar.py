@@ -69,7 +69,7 @@ class _Rules:
             more = '("," SPACE? call)*' if several else ""
             rest = f'SPACE? "[" call {more} "]" {end and "SPACE?"} {end}'
         else:
-            # Without a beginning, more calls could not be told from text.
+            # Without a beginning, more calls could not be distinguished from text.
             more = f"(SPACE? {begin} SPACE? call SPACE? {end})*" if several and begin else ""
             rest = f"SPACE? call SPACE? {end} {more}" if end else f"SPACE? call {more}"
         if calls.required:

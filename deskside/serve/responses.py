@@ -198,7 +198,7 @@ def _message(part: AnswerPart) -> dict[str, Any]:
 
 
 def _delta(part: AnswerPart) -> dict[str, Any]:
-    """Return what a part of an answer adds to the message of a stream."""
+    """Return the fields that a part of an answer adds to the message of a stream."""
     delta: dict[str, Any] = {}
     if part.text:
         delta["content"] = part.text

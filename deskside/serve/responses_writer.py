@@ -112,7 +112,7 @@ class ResponsesWriter(ResponseWriter):
         return self._event("error", code=error["code"], message=error["message"], param=error["param"])
 
     def _chunk(self, index: int, content: dict[str, Any], logprobs: Any, finish_reason: str | None) -> bytes:
-        """Return the events of what a chat completion has as a delta."""
+        """Return the events for a delta of a chat completion."""
         delta = content["delta"]
         self._reason = finish_reason or self._reason
         events = b""

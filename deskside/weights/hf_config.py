@@ -1,6 +1,6 @@
 """Conversion between a Hugging Face config.json and ModelConfig, by the table of families (hf_families.py).
 
-What a family does not support is refused by name.
+Fields that a family does not support are refused by name.
 """
 
 from collections.abc import Mapping

@@ -63,7 +63,7 @@ def _has_stacked_experts(parts: Sequence[LogicalTensor], family: Family) -> bool
 
 
 def _projections(parts: Sequence[LogicalTensor], config: ModelConfig) -> int:
-    """Return the number of projections of an expert in a tensor of all experts: gate and up, or down alone."""
+    """Return the number of projections of an expert in a tensor of all experts: gate and up, or only down."""
     return len(parts) // config.num_experts
 
 

@@ -24,7 +24,7 @@ class Placement(NamedTuple):
 
 
 def placements(adapters: PeftAdapters, config: ModelConfig) -> tuple[list[Placement], list[str]]:
-    """Return the adapters of the Linears of the blocks, and the names of all else that the directory changes.
+    """Return the adapters of the Linears of the blocks, and the names of everything else that the directory changes.
 
     Raises UsageError for modules that the model does not have, and RunError for another shape.
     """

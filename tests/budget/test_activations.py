@@ -88,9 +88,7 @@ def test_each_rung_of_checkpointing_keeps_less() -> None:
 
 
 def test_a_recomputed_fused_mlp_has_its_normed_input_again() -> None:
-    """Two bytes per value of the normed input of 768 and of six tensors of the MLP's 2048
-    channels. In FP8, both inputs are codes.
-    """
+    """Per token, it takes 2 x 768 bytes for the normed input and 6 x 2048 in the MLP. In FP8, both inputs are codes."""
     shape, bf16 = ModelConfig(), StepSpec(2048, 65536, 32768, copies="step")
     for work, recomputed in (
         (bf16, 2 * 768 + 6 * 2048),

@@ -1,4 +1,4 @@
-"""Claims page: a table of published claims and what a study measured of them, with filters and sorting."""
+"""Claims page: a table of published claims and a study's measurements of them, with filters and sorting."""
 
 from collections import Counter
 from typing import Any

@@ -1,4 +1,4 @@
-"""The trials of a search as the runner takes them: suggested, checked by the planner, ended early, and told to Optuna.
+"""The trials of a search as the runner takes them: suggested, checked by the planner, ended early, reported to Optuna.
 
 Optuna's study is written before a trial starts and after the runner's journal has its end. So after a kill, a trial
 that Optuna takes for running has ended (`catch_up` tells it), was started (it is continued), or was only suggested (it
@@ -222,7 +222,7 @@ class SearchQueue:
         return reason
 
     def _possible(self, key: int, parameters: dict[str, Any]) -> PlannedArm | None:
-        """Return the arm of a suggestion and add it to the study; None if it is told as impossible or repeated."""
+        """Return the arm of a suggestion and add it to the study; None if it is reported as impossible or repeated."""
         now = self._spent.seconds()
         try:
             config = self._plan.trial(parameters)

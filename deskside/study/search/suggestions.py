@@ -87,7 +87,7 @@ class Suggestions:
         return bool(trial.should_prune())
 
     def note(self, number: int, **attributes: Any) -> None:
-        """Record attributes of a trial that is not told yet."""
+        """Record attributes of a trial that has no result yet."""
         for key, attribute in attributes.items():
             self._trial(number).set_user_attr(key, attribute)
 

@@ -31,7 +31,7 @@ from deskside.optim.side_stream import WAITING, SideStream
 from deskside.train.loop.gradient_hooks import call_after_gradient
 from deskside.train.parallel import World
 
-BUCKET_BYTES = 2**24  # float32 bytes from which a gradient is summed alone, and a shared bucket is full
+BUCKET_BYTES = 2**24  # float32 bytes from which a gradient is summed separately, and a shared bucket is full
 # Buckets that may wait for their sum before the backward waits for the oldest; WAITING if the sums are converted.
 IN_FLIGHT = 8
 ALIGNMENT = 64  # elements, so that kernels read the gradients in a bucket at aligned addresses

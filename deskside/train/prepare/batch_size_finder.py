@@ -109,7 +109,7 @@ def find_micro_batch(
 
 
 def _same_shape(one: StageWork, other: StageWork) -> bool:
-    """Return True if stages differ in the tokens per step alone."""
+    """Return True if stages differ only in the tokens per step."""
     return (one.sequence_length, one.window) == (other.sequence_length, other.window)
 
 
@@ -179,7 +179,7 @@ class BatchSizeFinder:
         return micro_batches
 
     def grown(self, stages: Sequence[StageWork], index: int, rows: int) -> MicroBatch:
-        """Return the micro-batch of a stage that differs from the one before in its larger batch alone: the same, as a
+        """Return the micro-batch of a stage that differs from the one before only by its larger batch: the same, as a
         multiple of the smallest batch divides all.
 
         Only the largest batch of a shape gets a dry step; the times of those between are on the line between both.
