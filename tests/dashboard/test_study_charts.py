@@ -73,7 +73,7 @@ def test_the_front_has_rings_and_every_level_a_look_of_its_own() -> None:
     looks = set()
     for level in factor.levels:
         arms = [arm for arm in WHOLE.arms if arm.levels["gqa"] == level]
-        trace = traces[level]
+        trace = traces[f"GQA {level}"]
         assert list(trace.x) == pytest.approx([arm.estimates[across].mean for arm in arms])
         assert list(trace.y) == pytest.approx([arm.estimates[up].mean for arm in arms])
         assert [symbol.endswith("-open") for symbol in trace.marker.symbol] == [arm.emulated for arm in arms]
