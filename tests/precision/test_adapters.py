@@ -79,7 +79,7 @@ def test_rates_and_decay() -> None:
     more = {"dora": True, "modules_to_save": ("embed_tokens", "lm_head")}
     optimizer = build(adapted("bf16", options=more), AdamWConfig(lr=1e-4, weight_decay=0.3), seven)
     found = {group.name: (group.peak_lr, group.weight_decay) for group in optimizer.adamw.groups}
-    trained = {"weights": (1e-4, 0.3), "embedding": (1e-4, 0.3), "vectors": (1e-4, 0.0)}
+    trained = dict.fromkeys(("embedding", "head"), (1e-4, 0.3)) | {"vectors": (1e-4, 0.0)}
     assert found == trained | {"adapters": (1e-4, 0.3)}
     with pytest.raises(UsageError, match=r"muon is for whole matrices"):
         build(adapted(), MuonConfig(), NO_SCALING)
