@@ -31,7 +31,7 @@ from deskside.plan.verdict import Answer
 SCHEMA = 1
 MODELLED = "modelled"
 PLACEHOLDERS = {
-    "DIR": "a directory written by deskside data prepare; given to plan too (--data.path), it stands here",
+    "DIR": "a directory written by deskside data prepare; plan --data.path fills it in",
     "MODEL": "a run or a Hugging Face directory with the initial weights",
     "DATA": "the training data, such as a .jsonl file",
 }
