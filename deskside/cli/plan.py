@@ -20,6 +20,7 @@ from deskside.plan.planner import make_plan
 from deskside.plan.question import PlanQuestion
 from deskside.plan.request import PlanRequest, make_request, text_baselines
 from deskside.utils import hub
+from deskside.utils.console import say
 from deskside.utils.errors import UsageError
 from deskside.utils.parsing import read_json_object
 
@@ -163,6 +164,11 @@ def _request(options: PlanOptions, overrides: dict[str, Any], claimed: claims.Cl
             overrides = merge.merge([overrides, enough])[0]
         options.unique_tokens = options.unique_tokens or str(splits["train"].tokens)
         text = text_baselines(splits.get("val"))
+    elif data is not None and options.unique_tokens is None and "sources" not in overrides["data"]:
+        say(
+            f"warning: --data.path {data}: is not a prepared data set on this machine, so the plan does not know its "
+            "tokens; prepare it first (deskside data prepare), or give --unique-tokens"
+        )
     shape = None
     if options.init is not None:
         options.init, shape = _shape(options.init)

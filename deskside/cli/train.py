@@ -168,9 +168,7 @@ def _layers(options: TrainOptions) -> list[dict[str, Any]]:
     if options.preset is not None and options.depth is not None:
         raise UsageError("--depth and a preset both set the shape of the model; give one of them")
     if options.preset is None and options.depth is None and options.init is None:
-        raise UsageError(
-            f"no preset is given; use one of {', '.join(presets.names())}, d12 ... d20, or a .toml file"
-        )
+        raise UsageError(f"no preset is given; {presets.CHOICES.format(names=', '.join(presets.names()))}")
     if options.preset is not None:
         return presets.for_pretraining(options.preset)
     return [] if options.depth is None else [presets.depth(options.depth)]

@@ -4,6 +4,7 @@ A file may build on another one with `base = "124m"` or `base = "other.toml"` (r
 the command line are merged in the same way.
 """
 
+import difflib
 import re
 from functools import cache
 from importlib import resources
@@ -17,6 +18,7 @@ from deskside.utils.parsing import Unreadable, toml_table
 DEPTH_HEAD_DIM = 128
 # Former names -> names. The former names claimed more parameters than the models have.
 RENAMED = {"355m": "340m", "774m": "710m", "1.5b": "1.3b"}
+CHOICES = "use one of {names}, dN for N layers (d4, d12, d20), or a .toml file"
 FINE_TUNING = ("sft", "dpo", "kto", "grpo")  # commands that start from trained weights and take no preset
 
 
@@ -73,9 +75,9 @@ def _layers(name: str, folder: Path, seen: tuple[str, ...]) -> list[tuple[dict[s
         text = resources.files("deskside.config").joinpath("presets", f"{name}.toml").read_text("utf-8")
         label = f"preset {name}"
     else:
-        raise UsageError(
-            f"{name}: no such preset; use one of {', '.join(names())}, d12 ... d20, or a .toml file"
-        )
+        similar = difflib.get_close_matches(name, names(), n=1)
+        hint = f"did you mean {similar[0]}? Otherwise " if similar else ""
+        raise UsageError(f"{name}: no such preset; {hint}{CHOICES.format(names=', '.join(names()))}")
     try:
         values = toml_table(text)
     except Unreadable as error:

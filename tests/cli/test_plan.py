@@ -334,6 +334,17 @@ def test_prepared_data_say_how_much_text_there_is(tmp_path: Path, capsys: pytest
     )
 
 
+def test_a_path_without_prepared_data_is_not_ignored_silently(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = f"--gpu rtx4090 --tokens 10M --data.path {tmp_path / 'nowhere'} --json"
+    code, out, told = plan(capsys, line)
+    assert code == 0 and json.loads(out)["request"]["unique_tokens"] is None
+    assert told.startswith("warning: --data.path ") and told.count("\n") == 1
+    for known in ("--unique-tokens 1M", "--data.sources a.txt"):
+        assert "warning" not in plan(capsys, f"{line} {known}")[2]
+
+
 def test_prepared_data_give_the_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model that the planner chooses gets the vocabulary of the data, and a preset at least that many tokens."""
     write_text(tmp_path / "text.txt")

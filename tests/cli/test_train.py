@@ -52,7 +52,7 @@ def dry(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
     ("argv", "message"),
     [
         ([], "no preset is given; use one of 1.3b, 124m"),
-        (["125m"], "125m: no such preset; use one of 1.3b, 124m"),
+        (["125m"], "125m: no such preset; did you mean 124m? Otherwise use one of 1.3b, 124m"),
         (["gone.toml"], "gone.toml: no such file"),
         (["124m", "--depth", "12"], "--depth and a preset"),
         (["--depth", "13"], "depth 13: must be even and at least 2"),
