@@ -74,7 +74,9 @@ def test_kill_9_and_resume_as_a_person_does(ranks: int, data: Path, tmp_path: Pa
     again = tiny_run.program(["train", "--resume", str(run)], tmp_path / "log", ranks)
     assert again.wait(120) == 0, (tmp_path / "log").read_text()
     check_same(run, straight(tmp_path, tiny_run.config(data, batch=SLOWER), ranks))
-    assert f"resumed at step {last // 10 * 10}" in tiny_run.events(run)
+    # A kill during the write in the background loses one interval at most.
+    newest = last // 10 * 10
+    assert any(f"resumed at step {step}" in tiny_run.events(run) for step in (newest, newest - 10))
 
 
 MUON, ADAMW = {"name": "muon"}, {"name": "adamw", "lr": 3e-3}
