@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import streamlit as st
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deskside.dashboard.page import PAGES
 
@@ -25,7 +27,43 @@ def serve(root: Path, settings: Mapping[str, object]) -> None:
     """Serve the dashboard of a directory until the process is stopped. settings: Streamlit's options."""
     sys.argv = [str(PAGE), str(root)]  # App.run gives them to the script
     routes = [Route("/", _index), *(Route(f"/{spec.name}", _index) for spec in PAGES)]
-    st.App(PAGE, routes=routes).run(config=settings)
+    st.App(PAGE, routes=routes, middleware=[Middleware(ClosedWebSockets)]).run(config=settings)
+
+
+class ClosedWebSockets:
+    """ASGI middleware that ends a WebSocket without an error once either side has closed it.
+
+    If a browser leaves while a page is sent to it, Streamlit 1.67 takes the failed read for a text frame and closes the
+    WebSocket a second time, which raises RuntimeError: a traceback in the terminal for a tab that was closed.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Call the application."""
+        closed = False
+
+        async def noting_receive() -> Message:
+            nonlocal closed
+            message = await receive()
+            closed = closed or message["type"] == "websocket.disconnect"
+            return message
+
+        async def noting_send(message: Message) -> None:
+            nonlocal closed
+            try:
+                await send(message)
+            except OSError:
+                closed = True
+                raise
+            closed = closed or message["type"] == "websocket.close"
+
+        try:
+            await self.app(scope, noting_receive, noting_send)
+        except RuntimeError:
+            if scope["type"] != "websocket" or not closed:
+                raise
 
 
 def index_page() -> str:
