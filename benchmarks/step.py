@@ -72,7 +72,7 @@ def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
         raise UsageError("--steps must be at least 1 and --warmup at least 0")
     if options.micro_tokens != "auto" and not options.micro_tokens.isdigit():
         raise UsageError(f"--micro-tokens: {options.micro_tokens} is neither auto nor a number")
-    return options, _configuration_keys(rest)
+    return options, configuration_keys(rest)
 
 
 def arms(text: str) -> list[tuple[str, dict[str, Any]]]:
@@ -212,21 +212,24 @@ def should_show_stderr(result: dict[str, Any]) -> bool:
     return not str(result["error"]).startswith("UsageError: ")
 
 
-def _configuration_keys(rest: Sequence[str]) -> dict[str, Any]:
-    """Return --a.b value ... as {"a": {"b": value}}. Unknown keys are rejected when the configuration is built."""
+def configuration_keys(rest: Sequence[str]) -> dict[str, Any]:
+    """Return --a.b value or --a.b=value ... as {"a": {"b": value}}.
+
+    Unknown keys are rejected when the configuration is built.
+    """
     keys: dict[str, Any] = {}
     words = list(rest)
     while words:
-        key = words.pop(0)
+        key, equals, value = words.pop(0).partition("=")
         if not key.startswith("--") or "." not in key:
             raise UsageError(f"unexpected argument {key}; configuration keys are written --part.key value")
-        if not words:
+        if not equals and not words:
             raise UsageError(f"{key}: needs a value")
         node = keys
         *parts, last = key[2:].split(".")
         for part in parts:
             node = node.setdefault(part, {})
-        node[last] = _value(words.pop(0))
+        node[last] = _value(value if equals else words.pop(0))
     return keys
 
 

@@ -132,7 +132,7 @@ def split(activities: list[Activity], steps: int, step_ms: float, device: str) -
             "names": {name: sum(times) / steps / 1e3 for name, times in shown},
         }
     # On a CPU, activities are operators without their children: they do not overlap, but their ends are unknown.
-    busy_us = sum(p.duration for p in activities) if device == "cpu" else _busy(activities)
+    busy_us = sum(p.duration for p in activities) if device == "cpu" else busy_microseconds(activities)
     busy = busy_us / steps / 1e3
     span = 0.0
     if activities:
@@ -147,7 +147,7 @@ def split(activities: list[Activity], steps: int, step_ms: float, device: str) -
     }
 
 
-def _busy(activities: list[Activity]) -> float:
+def busy_microseconds(activities: list[Activity]) -> float:
     """Return the microseconds in which at least one activity ran; `activities` are in order of time."""
     total, end = 0.0, float("-inf")
     for activity in activities:

@@ -111,12 +111,17 @@ class PreparedStep:
         return rows_each(batch.tokens, batch.sequence_length, self.stepper.world.readers)
 
 
-def prepare_step(config: RunConfig, report: Callable[[str], None] = lambda done: None) -> PreparedStep:
+def prepare_step(
+    config: RunConfig,
+    report: Callable[[str], None] = lambda done: None,
+    world: parallel.World | None = None,
+) -> PreparedStep:
     """Build model, optimizer and step as `deskside train` does, with a micro-batch that fits. Runs in its own process.
 
-    report: called with a description after each part of the set-up. Raises UsageError for an impossible run.
+    report: called with a description after each part of the set-up. world: processes that train together, each of
+    which calls this; None is this process alone. Raises UsageError for an impossible run.
     """
-    world = parallel.init_distributed(config.compute.device, "auto", config.compute.gpu_budget)
+    world = world or parallel.init_distributed(config.compute.device, "auto", config.compute.gpu_budget)
     torch.manual_seed(config.seed)
     notes: list[str] = []
     cache = TrialCache()
@@ -143,13 +148,12 @@ def prepare_step(config: RunConfig, report: Callable[[str], None] = lambda done:
         attention=attention_backends.recorded_attention(measurements),
         precision=execution.precision,
     )
-    stepper = Stepper(context, build(model, config.optim, scaling))
-    finder = BatchSizeFinder(
-        config,
-        stepper,
-        lambda tokens: modelled_memory_gib(config, tokens, recipe, execution.mode, formats),
-        notes.append,
-    )
+    stepper = Stepper(context, build(model, config.optim, scaling, replicas=world.replicas))
+
+    def modelled_gib(tokens: int) -> float:
+        return modelled_memory_gib(config, tokens, recipe, execution.mode, formats, world.size, world.sharded)
+
+    finder = BatchSizeFinder(config, stepper, modelled_gib, notes.append)
     rows = RandomRows(config.batch.sequence_length, config.model.vocab_size)
     length, tokens = config.batch.sequence_length, config.batch.tokens
     (fit,) = finder.find([StageWork(1.0, length, None, tokens, cast(RowDataset, rows))])

@@ -5,19 +5,19 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import scaling
+from benchmarks import scaling, scaling_worker
 from benchmarks.scaling import Case
+from benchmarks.step_profile import Activity
 from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.prepare import prepare
 from tests.train.tiny_run import ONE_THREAD, SHAPE, write_text
 
 
-def test_cases_have_those_of_one_gpu_before_them() -> None:
-    found = list(scaling.cases((1, 2, 4, 8)))
+def test_cases_have_those_of_one_gpu_beside_them() -> None:
+    found = scaling.cases((1, 2, 4, 8))
     assert len(set(found)) == len(found) == len({case.name for case in found})
-    for index, case in enumerate(found):
-        if case.mode == "replicate":
-            assert case.alone in found[: index + 1]
+    assert all(case.alone in found for case in found if case.mode == "replicate")
+    assert {case.tokens // case.gpus for case in found[:24]} == {65_536}  # the most important ones first
     for tokens in (8 * 65_536, 65_536):
         assert Case("124m", "muon", "fp8", 8, tokens) in found
     slow = [case for case in scaling.cases((1, 2), p2p=False) if not case.p2p]
@@ -30,13 +30,26 @@ def test_a_forecast_and_its_error() -> None:
     speed = expected["tokens_per_second"]
     assert expected["case"] == two.name and speed["low"] < speed["expected"] < speed["high"]
     rows = [
-        {"case": case.name, **vars(case), "p10": p50 - 1, "p50": p50, "p90": p50 + 1, "peak_gib": 20.5,
-         "watts": 700.0, "bus_bandwidth": bandwidth}
-        for case, p50, bandwidth in ((one, 655_360.0, None), (two, 1_250_000.0, 3e11))
+        {"case": case.name, **vars(case), "p10": p50 - 1, "p50": p50, "p90": p50 + 1, "peak_gib": [20.5, 20.0],
+         "watts": [700.0] * case.gpus, "profile": {"exposed_ms": 1.25}}
+        for case, p50 in ((one, 700_000.0), (one, 655_360.0), (one, 640_000.0), (two, 1_250_000.0))
     ]  # fmt: skip
-    line = [cell.strip() for cell in scaling.table(rows, [expected])[-1].strip("|").split("|")]
-    assert line[0] == two.name and line[3:6] == ["95.4%", "4.86", "300.0"]
-    assert line[9] == f"{speed['expected'] / 1_250_000 - 1:+.1%}"
+    bus = [{"gpus": 2, "p2p": True, "bytes": size, "bus_bandwidth": size * 1e3} for size in (1, 2**29)]
+    line = [cell.strip() for cell in scaling.table(rows, [expected], bus)[-1].strip("|").split("|")]
+    assert line[0] == two.name and line[3:7] == ["95.4%", "97.7%", "4.86", "1.25"]
+    assert line[7:10] == ["536.9", "1,400", "20.5"]
+    assert line[11] == f"{speed['expected'] / 1_250_000 - 1:+.1%}"
+
+
+def test_exposed_communication_is_what_no_other_kernel_covers() -> None:
+    kernels = [
+        Activity("matmul", 0, 10_000, ()),
+        Activity("ncclDevKernel_AllReduce", 8_000, 6_000, ()),
+        Activity("matmul", 12_000, 1_000, ()),
+    ]
+    assert scaling_worker.communication(kernels, 2) == {
+        "communication_ms": 3.0, "compute_ms": 5.5, "busy_ms": 7.0, "exposed_ms": 1.5, "collectives": 0.5,
+    }  # fmt: skip
 
 
 @pytest.mark.full
@@ -53,21 +66,31 @@ def test_measured_rows_and_resumed_runs(
     more = "--batch.sequence_length 32 --compute.device cpu --compute.attention reference"
     given = ["--data", str(tmp_path / "data"), "--gpus", "1,2", *more.split(), *model]
     out = tmp_path / "out"
-    few = [*given, "--steps", "6", "--warmup", "2", "--only", "demo-muon-bf16"]
+    few = [*given, "--seconds", "0.1", "--only", "demo-muon-bf16,demo-adamw-bf16-2x"]
     assert scaling.main(["measure", str(out), *few, "--minutes", "0"]) == 0
-    assert not (out / "measured.jsonl").exists()
+    assert not scaling.read_rows(out / "measured.jsonl")
     assert scaling.main(["measure", str(out), *few]) == 0
     rows = scaling.read_rows(out / "measured.jsonl")
-    assert [(row["gpus"], row["tokens"]) for row in rows] == [
-        (1, 256), (1, 512), (2, 512), (1, 128), (2, 256)
-    ]  # fmt: skip
+    found = sorted((row["optimizer"], row["gpus"], row["tokens"]) for row in rows)
+    one = [("muon", 1, 128), ("muon", 1, 256), ("muon", 1, 256), ("muon", 1, 512)]  # 256 on both GPUs
+    two = [(name, 2, tokens) for name in ("adamw", "muon") for tokens in (256, 512)]
+    assert found == sorted(one + two)
     for row in rows:
-        assert 0 < row["p10"] <= row["p50"] <= row["p90"] and "DATA" in row["command"]
-        assert (row["bus_bandwidth"] is None) == (row["gpus"] == 1)
-    assert scaling.main(["measure", str(out), *few]) == 0  # one row per case
+        assert 0 < row["p10"] <= row["p50"] <= row["p90"] and row["finite"]
+        assert len(row["peak_gib"]) == row["gpus"] == len(row["step_seconds_of_ranks"])
+    assert scaling.main(["measure", str(out), *few]) == 0  # a case is measured once
     assert len(scaling.read_rows(out / "measured.jsonl")) == len(rows)
+    assert scaling.main(["bandwidth", str(out), *given]) == 0
+    assert {row["gpus"] for row in scaling.read_rows(out / "bandwidth.jsonl")} == {2}
     assert scaling.main(["table", str(out), "--markdown", str(out / "table.md")]) == 0
-    assert len((out / "table.md").read_text().splitlines()) == 2 + len(rows)
+    assert len((out / "table.md").read_text().splitlines()) == 2 + len({row["case"] for row in rows})
+
+    # A case that fails is recorded, and the others are measured.
+    bad = [*few, "--batch.micro_tokens", "256"]
+    assert scaling.main(["measure", str(tmp_path / "bad"), *bad]) == 1
+    failed = {row["case"] for row in scaling.read_rows(tmp_path / "bad" / "failed.jsonl")}
+    measured = {row["case"] for row in scaling.read_rows(tmp_path / "bad" / "measured.jsonl")}
+    assert failed and measured and not failed & measured
 
     words = ["--preset", "demo", "--tokens", "64", "--steps", "40", "--gpus", "2", "--then", "1"]
     assert scaling.main(["resume", str(out), *given, *words]) == 0

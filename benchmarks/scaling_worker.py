@@ -1,0 +1,191 @@
+"""One process of the scaling benchmark: a GPU, which measures cases together with those of the other processes.
+
+    torchrun --standalone --nproc-per-node N -m benchmarks.scaling_worker SPEC
+
+The step is built and timed as by the probe (`probe/point.py`), so it is that of `deskside train` without its data
+loader, checkpoints and evaluation. One process group measures all cases in turn: starting another one takes longer than
+a case. Rank 0 appends a row to the file `rows` of SPEC after each.
+"""
+
+import gc
+import json
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import step_profile
+from benchmarks.step_config import configuration
+from deskside.doctor.nvml import NvmlDevice, query
+from deskside.probe.point import StepTimer, memory_peaks, prepare_step, quantile, random_batches
+from deskside.train import environment_record, parallel
+from deskside.train.parallel import World
+
+WARMUP_STEPS = 5
+WARMUP_SECONDS = {"cuda": 1.5, "cpu": 0.0}  # the card reaches its power limit
+MIN_STEPS = 12
+PROFILED_STEPS = 2
+BANDWIDTH_BYTES = [2**exponent for exponent in range(20, 30)]
+BANDWIDTH_SECONDS = 0.3  # for each size
+SCRATCH = 2**28  # bytes that are cleared between two collectives, to empty the cache
+
+
+def measure(case: Mapping[str, Any], spec: Mapping[str, Any], world: World) -> dict[str, Any]:
+    """Measure a case. Every rank calls this; the result is that of rank 0, with memory and energy of all.
+
+    case: preset, optimizer, tokens, and `config`, other configuration keys. spec: `seconds` of counted steps, and
+    whether to `profile`.
+    """
+    config = configuration({name: case[name] for name in ("preset", "optimizer", "tokens", "config")})
+    world = replace(world, sharded=config.parallel.mode == "shard")
+    prepared = prepare_step(config, world=world)
+    device, rows = world.device, prepared.rows_per_step
+    environment_record.reset_peak_memory(device)
+    batches = random_batches(prepared.rows, prepared.fit.micro_rows, rows, device)
+    timer = StepTimer(
+        prepared.stepper, batches, prepared.fit.accumulation, environment_record.Sensors(device)
+    )
+    warmup, _ = timer.run(0.0, WARMUP_STEPS)
+    # Rank 0 decides how many steps, because the ranks would not agree about the time.
+    (step_seconds,) = world.broadcast([statistics.median(warmup)])
+    if (left := WARMUP_SECONDS[device.type] - sum(warmup)) > 0:
+        timer.run(0.0, math.ceil(world.broadcast([left])[0] / step_seconds))
+    world.barrier()
+    joules, began = _joules(device), time.perf_counter()
+    seconds, _ = timer.run(0.0, max(MIN_STEPS, math.ceil(float(spec["seconds"]) / step_seconds)))
+    elapsed, used = time.perf_counter() - began, _joules(device)
+    peaks = world.gather(memory_peaks(device)["peak_allocated_bytes"])
+    watts = world.gather(None if joules is None or used is None else (used - joules) / elapsed)
+    row = {
+        **{name: config.batch.tokens / quantile(seconds, 1 - share) for name, share in _SHARES.items()},
+        "steps": len(seconds),
+        "peak_gib": [round(peak / 2**30, 3) for peak in peaks if peak is not None],
+        "watts": [round(value, 1) for value in watts if value is not None],
+        "step_seconds_of_ranks": [round(x, 6) for x in world.gather(statistics.median(seconds))],
+        "micro_tokens": prepared.fit.micro_rows * config.batch.sequence_length,
+        "compile": prepared.mode,
+        "native": prepared.native,
+        "recipe": prepared.recipe,
+        "loss_last": timer.losses[-1],
+        "finite": timer.finite,
+    }
+    if spec["profile"]:
+        row["profile"] = _profile(timer.launch, world)
+    return row
+
+
+_SHARES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
+
+
+def _profile(launch: Callable[[], object], world: World) -> dict[str, float]:
+    """Return the milliseconds per step of NCCL's kernels on rank 0, and of those during which nothing else runs."""
+    if not world.is_rank_zero:
+        for _ in range(1 + PROFILED_STEPS):
+            launch()
+        torch.cuda.synchronize(world.device)
+        return {}
+    events = step_profile.record(launch, PROFILED_STEPS, world.device)
+    return communication(step_profile.activities(events, world.device.type), PROFILED_STEPS)
+
+
+def communication(activities: Sequence[step_profile.Activity], steps: int) -> dict[str, float]:
+    """Return the milliseconds per step of communication, exposed communication, other kernels, and all of them."""
+    sent = [activity for activity in activities if "nccl" in activity.name.lower()]
+    other = [activity for activity in activities if "nccl" not in activity.name.lower()]
+    busy = {
+        name: step_profile.busy_microseconds(part) / steps / 1e3
+        for name, part in (("communication_ms", sent), ("compute_ms", other), ("busy_ms", activities))
+    }
+    return {**busy, "exposed_ms": busy["busy_ms"] - busy["compute_ms"], "collectives": len(sent) / steps}
+
+
+def bandwidth(world: World) -> list[dict[str, Any]]:
+    """Return rows of the bandwidth of an all-reduce by size: 2 (n - 1) / n x bytes / time, as in nccl-tests.
+
+    The bytes of a size are reduced over all ranks again and again, and the median counts. Float32, as gradients.
+    """
+    rows = []
+    on_gpu = world.device.type == "cuda"
+    scratch = torch.empty(SCRATCH if on_gpu else 1, dtype=torch.uint8, device=world.device)
+    for size in BANDWIDTH_BYTES if on_gpu else BANDWIDTH_BYTES[:2]:
+        values = torch.zeros(size // 4, device=world.device)
+        times: list[float] = []
+        repeats = 3
+        while len(times) < repeats:
+            scratch.zero_()
+            if on_gpu:
+                torch.cuda.synchronize(world.device)
+            dist.barrier()
+            began = time.perf_counter()
+            dist.all_reduce(values)
+            if on_gpu:
+                torch.cuda.synchronize(world.device)
+            times.append(time.perf_counter() - began)
+            if len(times) == 3:
+                slowest = world.broadcast([times[-1]])[0]
+                repeats = max(5, min(50, math.ceil(BANDWIDTH_SECONDS / slowest)))
+        seconds = statistics.median(times[2:])
+        factor = 2 * (world.size - 1) / world.size
+        rows.append({"bytes": size, "seconds": seconds, "bus_bandwidth": factor * size / seconds})
+    return rows
+
+
+def _joules(device: torch.device) -> float | None:
+    """Wait for the GPU and return the joules that it has used since the driver was loaded; None without NVML."""
+    if device.type != "cuda":
+        return None
+    import pynvml
+
+    torch.cuda.synchronize(device)
+    card = NvmlDevice.from_torch(device)
+    used = None if card is None else query(pynvml.nvmlDeviceGetTotalEnergyConsumption, card.handle)
+    return None if used is None else used / 1000
+
+
+def main() -> int:
+    """Measure the cases of the specification, in this process of the group."""
+    spec = json.loads(Path(sys.argv[1]).read_text("utf-8"))
+    world = parallel.init_distributed(spec["device"], "auto")
+    about = {
+        "card": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+    }
+
+    def write(row: dict[str, Any]) -> None:
+        if world.is_rank_zero:
+            with Path(spec["rows"]).open("a") as file:
+                file.write(json.dumps({**row, **about, "when": _now()}) + "\n")
+
+    try:
+        if spec["bandwidth"]:
+            for row in bandwidth(world):
+                write({"gpus": world.size, "p2p": spec["p2p"], **row})
+        for case in spec["cases"]:
+            (left,) = world.broadcast([spec["end"] - time.time()])
+            if left < 0:
+                break
+            write({**case["row"], **measure(case, spec, world)})
+            for _ in range(3):  # a cycle may be freed only after another one
+                gc.collect()
+            if world.device.type == "cuda":
+                torch.cuda.empty_cache()
+    finally:
+        parallel.destroy_distributed(world)
+    return 0
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
