@@ -60,12 +60,17 @@ PRECISIONS = {"bf16": {"name": "bf16"}, "fp8": {"name": "fp8", "head": "fp8"}}
 PRESETS = ("124m", "340m")
 SHARDED = ("1.3b", "indicmoe-3b")
 SHARDED_TOKENS = 32_768  # for each GPU
+SHARED_ROWS = ("340m", "indicmoe-3b")
+ROW_TOKENS = 65_536  # of a row that all GPUs share
 POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
 class Case:
-    """A training configuration and its number of GPUs. tokens: of a step, on all GPUs together."""
+    """A training configuration and its number of GPUs.
+
+    tokens: of a step, on all GPUs together. mode: replicate, shard (FSDP2), or context, one row that all GPUs share.
+    """
 
     preset: str
     optimizer: str
@@ -79,21 +84,29 @@ class Case:
     def name(self) -> str:
         """A name such as 124m-muon-bf16-8x65536."""
         parts = [self.preset, self.optimizer, self.precision, f"{self.gpus}x{self.tokens // self.gpus}"]
-        return "-".join(parts + ["shard"] * (self.mode == "shard") + ["no-p2p"] * (not self.p2p))
+        return "-".join(parts + [self.mode] * (self.mode != "replicate") + ["no-p2p"] * (not self.p2p))
 
     @property
     def alone(self) -> "Case":
-        """The case of one GPU with as many tokens for each GPU, by which the efficiency is measured."""
+        """The case of one GPU by which the efficiency is measured: as many tokens for each GPU, or the same row."""
+        if self.mode == "context":
+            return dataclasses.replace(self, gpus=1, p2p=True)
         return dataclasses.replace(self, gpus=1, tokens=self.tokens // self.gpus, mode="replicate", p2p=True)
 
     def config(self) -> dict[str, dict[str, Any]]:
         """Return the configuration on top of the preset."""
-        config = {
+        config: dict[str, dict[str, Any]] = {
             "optim": {"name": self.optimizer},
             "precision": PRECISIONS[self.precision],
             "batch": {"tokens": self.tokens},
         }
-        return config | ({"parallel": {"mode": self.mode}} if self.gpus > 1 else {})
+        if self.mode == "context":
+            config["batch"]["sequence_length"] = self.tokens
+            config["model"] = {"max_position_embeddings": self.tokens}
+        if self.gpus > 1:
+            context = self.mode == "context"
+            config["parallel"] = {"context": self.gpus} if context else {"mode": self.mode}
+        return config
 
 
 def cases(gpus: Sequence[int], p2p: bool = True) -> list[Case]:
@@ -108,6 +121,8 @@ def cases(gpus: Sequence[int], p2p: bool = True) -> list[Case]:
         for preset, number in itertools.product(SHARDED, gpus):
             mode = "shard" if number > 1 else "replicate"
             found[Case(preset, "adamw", "bf16", number, number * SHARDED_TOKENS, mode=mode)] = None
+        for preset, number in itertools.product(SHARED_ROWS, gpus):
+            found[Case(preset, "adamw", "bf16", number, ROW_TOKENS, mode="context")] = None
     return list(found)
 
 
@@ -153,18 +168,20 @@ def measure_share(
     share: Sequence[Case], group: int, gpus: int, end: float, options: argparse.Namespace
 ) -> None:
     """Measure cases one after another in one group of processes. After a failure, go on with the next case."""
-    left = list(share)
     rows = options.out / f"rows-{gpus}-{group}.jsonl"
-    while left and time.time() < end:
-        rows.unlink(missing_ok=True)
-        cases = [worker_case(case, options.others) for case in left]
-        failure = run_workers(group, gpus, options, {"cases": cases, "end": end, "rows": str(rows)})
-        done = read_rows(rows)
-        append(options.out / "measured.jsonl", done)
-        if failure is None:
-            break
-        failed, left = left[len(done)], left[len(done) + 1 :]
-        append(options.out / "failed.jsonl", [{"case": failed.name, "error": failure}])
+    for shared_rows in (False, True):
+        left = [case for case in share if (case.mode == "context") == shared_rows]
+        while left and time.time() < end:
+            rows.unlink(missing_ok=True)
+            cases = [worker_case(case, options.others) for case in left]
+            spec = {"cases": cases, "end": end, "rows": str(rows), "context": gpus if shared_rows else 1}
+            failure = run_workers(group, gpus, options, spec)
+            done = read_rows(rows)
+            append(options.out / "measured.jsonl", done)
+            if failure is None:
+                break
+            failed, left = left[len(done)], left[len(done) + 1 :]
+            append(options.out / "failed.jsonl", [{"case": failed.name, "error": failure}])
     rows.unlink(missing_ok=True)
 
 
@@ -200,7 +217,7 @@ def measure_bandwidth(options: argparse.Namespace) -> None:
     """Measure the bandwidth of an all-reduce by size; rows are appended to OUT/bandwidth.jsonl."""
     for number in sorted({number for number in options.gpus if number > 1}, reverse=True):
         rows = str(options.out / "bandwidth.jsonl")
-        spec = {"cases": [], "end": 0.0, "rows": rows, "bandwidth": True}
+        spec = {"cases": [], "end": 0.0, "rows": rows, "context": 1, "bandwidth": True}
         if failure := run_workers(0, number, options, spec):
             raise SystemExit(failure)
 
@@ -305,7 +322,7 @@ def table(
             efficiency = f"{row['p50'] / (case.gpus * one):.1%}"
             if len(alone) > 1:
                 slowest = f"{row['p50'] / (case.gpus * min(card['p50'] for card in alone)):.1%}"
-            longer = f"{1000 * (case.tokens / row['p50'] - case.alone.tokens / one):.2f}"
+            longer = f"{1000 * case.tokens * (1 / row['p50'] - 1 / (case.gpus * one)):.2f}"
         guess = expected.get(name)
         speed = guess and guess["tokens_per_second"]["expected"]
         cells = [

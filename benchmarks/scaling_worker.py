@@ -31,7 +31,7 @@ from deskside.train.parallel import World
 
 WARMUP_STEPS = 5
 WARMUP_SECONDS = {"cuda": 1.5, "cpu": 0.0}  # the card reaches its power limit
-MIN_STEPS = 12
+MIN_STEPS = 8
 PROFILED_STEPS = 2
 BANDWIDTH_BYTES = [2**exponent for exponent in range(20, 30)]
 BANDWIDTH_SECONDS = 0.3  # for each size
@@ -153,7 +153,7 @@ def _joules(device: torch.device) -> float | None:
 def main() -> int:
     """Measure the cases of the specification, in this process of the group."""
     spec = json.loads(Path(sys.argv[1]).read_text("utf-8"))
-    world = parallel.init_distributed(spec["device"], "auto")
+    world = parallel.init_distributed(spec["device"], "auto", context=spec["context"])
     about = {
         "card": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",

@@ -7,7 +7,7 @@ results out that depend on it, or uses a published value and says so.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, Literal, Protocol, get_args
 
@@ -95,6 +95,11 @@ class PlanRequest:
         """Configuration set by the user, in a file or by `overrides`."""
         files = () if self.given is None else self.given.file_layers
         return merge.merge([*files, self.overrides])[0]
+
+    def with_options(self, options: Mapping[str, Any]) -> "PlanRequest":
+        """Return the request with other options in place of the user's, but the same GPUs that share rows."""
+        shared = {"parallel": {"context": self.context}} if self.context > 1 else {}
+        return replace(self, overrides={**options, **shared})
 
     @property
     def sequence(self) -> int:

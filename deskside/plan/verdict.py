@@ -82,7 +82,7 @@ def judge(request: PlanRequest, with_remedies: bool = True) -> ModelVerdict:
     possible, answer, reasons = _check_memory(request, requested)
     useful: tuple[Remedy, ...] = ()
     if with_remedies and (requested.fits != "fits" or possible is None):
-        useful = tuple(remedies(replace(request, overrides={}), requested))
+        useful = tuple(remedies(request.with_options({}), requested))
 
     def no(why: list[str], chosen: Candidate | None = None) -> ModelVerdict:
         return ModelVerdict("no", why, requested, chosen, useful)
@@ -151,7 +151,7 @@ def _check_memory(
             f"that is too much for the host: {host_memory_text(requested.setting.host_items(host_bytes), host_bytes)}"
         )
     # The run does not fit as set by the user, so these options may be changed too.
-    request = replace(request, overrides={})
+    request = request.with_options({})
     start = with_max_microbatch_unless_set(request, requested.setting)
     changed, faster = best_that_fits(request, start)
     if changed is not None:
@@ -248,13 +248,9 @@ def _better_smaller_model(request: PlanRequest, chosen: Candidate) -> Candidate 
     """Return the best smaller model in the same budget, trained in the same way, if its loss is clearly lower."""
     if request.budget.kind not in ("hours", "flops"):
         return None
-    open_request = replace(
-        request,
-        given=None,
-        overrides={"optim": {"name": chosen.setting.optimizer} | optim_options(chosen.setting)},
-        sequence_length=request.sequence,
-    )
-    candidates = search(open_request, staged=len(chosen.setting.stages) > 1)
+    optim = {"name": chosen.setting.optimizer} | optim_options(chosen.setting)
+    without_model = replace(request, given=None, sequence_length=request.sequence)
+    candidates = search(without_model.with_options({"optim": optim}), staged=len(chosen.setting.stages) > 1)
     smaller = [c for c in candidates if c.estimate.fits == "fits" and c.weights < chosen.weights]
     if not smaller:
         return None

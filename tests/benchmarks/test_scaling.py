@@ -58,7 +58,14 @@ def test_measured_rows_and_resumed_runs(
 ) -> None:
     for name, value in ONE_THREAD.items():
         monkeypatch.setenv(name, value)
-    for constant, made in (("PRESETS", ("demo",)), ("TOKENS", 256), ("LARGE", 512), ("SHARDED", ())):
+    for constant, made in (
+        ("PRESETS", ("demo",)),
+        ("TOKENS", 256),
+        ("LARGE", 512),
+        ("SHARDED", ()),
+        ("SHARED_ROWS", ("demo",)),
+        ("ROW_TOKENS", 128),
+    ):
         monkeypatch.setattr(scaling, constant, made)
     write_text(tmp_path / "text.txt")
     prepare([str(tmp_path / "text.txt")], tmp_path / "data", CorpusOptions(vocab_size=300))
@@ -66,7 +73,7 @@ def test_measured_rows_and_resumed_runs(
     more = "--batch.sequence_length 32 --compute.device cpu --compute.attention reference"
     given = ["--data", str(tmp_path / "data"), "--gpus", "1,2", *more.split(), *model]
     out = tmp_path / "out"
-    few = [*given, "--seconds", "0.1", "--only", "demo-muon-bf16,demo-adamw-bf16-2x"]
+    few = [*given, "--seconds", "0.1", "--only", "demo-muon-bf16,demo-adamw-bf16-2x,context"]
     assert scaling.main(["measure", str(out), *few, "--minutes", "0"]) == 0
     assert not scaling.read_rows(out / "measured.jsonl")
     assert scaling.main(["measure", str(out), *few]) == 0
@@ -74,7 +81,8 @@ def test_measured_rows_and_resumed_runs(
     found = sorted((row["optimizer"], row["gpus"], row["tokens"]) for row in rows)
     one = [("muon", 1, 128), ("muon", 1, 256), ("muon", 1, 256), ("muon", 1, 512)]  # 256 on both GPUs
     two = [(name, 2, tokens) for name in ("adamw", "muon") for tokens in (256, 512)]
-    assert found == sorted(one + two)
+    context = [("adamw", gpus, 128) for gpus in (1, 2)]
+    assert found == sorted(one + two + context)
     for row in rows:
         assert 0 < row["p10"] <= row["p50"] <= row["p90"] and row["finite"]
         assert len(row["peak_gib"]) == row["gpus"] == len(row["step_seconds_of_ranks"])

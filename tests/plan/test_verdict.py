@@ -569,3 +569,27 @@ def test_gradients_that_products_accumulate_stay_on_the_card() -> None:
     for remedy in plan.remedies:
         found = remedy.options.get("optim", {})
         assert "gradients" not in found and "weights" not in found
+
+
+@pytest.mark.parametrize(
+    ("gpu", "preset", "gpus", "context", "length", "optimizer"),
+    [
+        ("H200 SXM", "340m", 4, 4, 65_536, "muon"),  # a smaller model is better
+        ("H200 SXM", "340m", 8, 4, 65_536, "adamw"),
+        ("rtx3060 12gb", "1.3b", 2, 2, 16_384, "adamw"),  # does not fit as requested
+        ("rtx3060 12gb", "710m", 4, 2, 8_192, "muon"),
+    ],
+)
+def test_a_verdict_on_gpus_that_share_rows(
+    gpu: str, preset: str, gpus: int, context: int, length: int, optimizer: str
+) -> None:
+    """Whatever the planner tries, the same GPUs share the rows."""
+    overrides = {
+        "parallel": {"context": context},
+        "batch": {"sequence_length": length, "tokens": length * gpus // context},
+        "model": {"max_position_embeddings": length},
+        "optim": {"name": optimizer},
+    }
+    plan = make_plan(ask(overrides, gpu=gpu, gpus=gpus, preset=preset, hours=1.0))
+    for band in plan.bands:
+        assert merge.build([band.config]).parallel.context == context
