@@ -1,4 +1,4 @@
-"""`deskside train`: pretrain a model, or continue a run; --dry-run only checks the data and prints the configuration."""
+"""`deskside train`: pretrain a model, or continue a run; --dry-run only checks data and prints the configuration."""
 
 import math
 import os
