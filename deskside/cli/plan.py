@@ -30,7 +30,7 @@ class PlanOptions(PlanQuestion, JsonOption):
     """Plan before training: find the best model for a budget, or judge a given model.
 
     For a budget, the answer is up to three plans: safe, target and stretch, with a * at the recommended one.
-    For a model, it is yes, yes-if (with what to change) or no (with what is needed).
+    For a model, it is yes, yes-if (with what to change) or no (with what is needed). A no exits with 1.
     The configuration options of deskside train (--model.*, --batch.*, ...) are accepted too.
 
     Examples:
@@ -142,7 +142,9 @@ def run(argv: Sequence[str]) -> int:
         render.show(plan, options.details)
         if rented:
             plan_cloud.show(rented)
-    return 0
+    return (
+        1 if plan.verdict == "no" else 0
+    )  # so that `deskside plan ... && deskside train ...` does not go on
 
 
 def _request(options: PlanOptions, overrides: dict[str, Any], claimed: claims.Claims) -> PlanRequest | None:

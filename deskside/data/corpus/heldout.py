@@ -228,8 +228,8 @@ def validation_warnings(index: DatasetIndex) -> list[str]:
     if val.text_bytes < MIN_VALIDATION_BYTES:
         warnings.append(
             f"validation is {val.text_bytes:,} bytes in {val.documents:,} "
-            f"document{'s' if val.documents != 1 else ''}: less than {MIN_VALIDATION_BYTES // 1000} kB cannot distinguish "
-            "similar models. Give more text, a larger --val-fraction, or --val SOURCE"
+            f"document{'s' if val.documents != 1 else ''}: less than {MIN_VALIDATION_BYTES // 1000} kB cannot "
+            "distinguish similar models. Give more text, a larger --val-fraction, or --val SOURCE"
         )
     for kind in ("lang", "source"):
         # Nothing can be held out from a source with one document, such as a file that a shell's pattern matched.
