@@ -15,6 +15,7 @@ from deskside.config import merge
 from deskside.config.duration import HOURS
 from deskside.config.model import ModelConfig
 from deskside.config.vocabulary import vocabulary_layer
+from deskside.facts.checkpoint_names import hub_name_hint
 from deskside.plan import claim_check as claims
 from deskside.plan.planner import make_plan
 from deskside.plan.question import PlanQuestion
@@ -184,7 +185,7 @@ def _shape(spec: str) -> tuple[str, ModelConfig]:
 
     found = hub.find(spec, "config")
     if not found.folder.is_dir():
-        raise UsageError(f"--init {spec}: no such directory; give {MODEL_HELP}")
+        raise UsageError(f"--init {spec}: no such directory; {hub_name_hint(spec) or f'give {MODEL_HELP}'}")
     if (found.folder / "run.json").is_file():
         return found.source, RunDirectory.open(found.folder).config().model
     return found.source, from_hf_config(read_json_object(found.folder / "config.json"))
