@@ -143,9 +143,8 @@ def run(argv: Sequence[str]) -> int:
         render.show(plan, options.details)
         if rented:
             plan_cloud.show(rented)
-    return (
-        1 if plan.verdict == "no" else 0
-    )  # so that `deskside plan ... && deskside train ...` does not go on
+    # So that `deskside plan ... && deskside train ...` does not go on.
+    return 1 if plan.verdict == "no" else 0
 
 
 def _request(options: PlanOptions, overrides: dict[str, Any], claimed: claims.Claims) -> PlanRequest | None:
