@@ -18,6 +18,7 @@ from deskside.budget.shape import num_params
 from deskside.facts.gpus import Gpu, find
 from deskside.facts.measurements import Measurement, published
 from deskside.measurements.reported import reported_for, reported_speeds
+from deskside.plan.calibrate import OTHERS_MEMORY_ERROR
 from deskside.plan.finetuning import METHODS, RANK, ROW_TOKENS, FinetuningNeed, finetuning_need
 from deskside.plan.planner import make_plan
 from deskside.plan.question import PlanQuestion
@@ -110,7 +111,8 @@ def card_page(slug: str) -> str:
             "## What to train in 1, 8 and 24 hours",
             "",
             "The model with the lowest expected loss among those that fit, pretrained from scratch on English text.",
-            "The hours include evaluation and a margin.",
+            "The hours include evaluation and a margin. `d20` and the like are models with that many layers, each 64 "
+            "times as wide; `deskside presets` lists the other names.",
             "",
             *_hours_table(plans),
             "",
@@ -120,7 +122,8 @@ def card_page(slug: str) -> str:
             "",
             f"The same card with a given model and {max(HOURS)} hours. *Changes* are the options with which it fits; "
             "without an entry it fits as it is. Every size is trained on as many tokens as the hours allow, so a large "
-            "model that sees too few of them ends worse than a small one.",
+            "model that sees too few of them ends worse than a small one. A longer run has larger batches, in which "
+            "the optimizer takes less of the time, so its tokens/s are higher than here.",
             "",
             *_size_table(plans),
             "",
@@ -281,8 +284,8 @@ def _sources(plans: CardPlans) -> list[str]:
     timed = [run for run in runs if run.tokens_per_second and run.precision in ("bf16", "fp8")]
     lines = [
         f"- **Speed**: modelled ({calibration.basis}), within {calibration.speed_spread:.0%} either way.",
-        f"- **Memory**: modelled, within {calibration.memory_spread:.0%} either way; of the card's memory, what the "
-        "driver keeps is left out.",
+        f"- **Memory**: modelled, within {calibration.memory_spread:.0%} either way (published runs of other "
+        f"trainers: up to {OTHERS_MEMORY_ERROR:.0%} off); of the card's memory, what the driver keeps is left out.",
         "- **Loss**: modelled, for English text; your text has other bits per byte.",
         f"- **Data sheet**: {gpu.source} (`deskside/facts/gpus.csv`).",
         "- How such predictions compare with measurements: [planner accuracy](../planner-accuracy.md). "

@@ -84,8 +84,9 @@ def _serve(root: Path, host: str, port: int) -> None:
     from deskside.dashboard.server import serve  # imports streamlit
 
     threading.Thread(target=_preload, args=(root, host, port), name="preload", daemon=True).start()
-    # Streamlit prints a line when it stops; this must not fail if standard output has been closed.
-    with contextlib.redirect_stdout(sys.stderr):
+    # Streamlit prints a line when it stops; this must not fail if standard output has been closed. Once it has stopped,
+    # uvicorn raises the signal that stopped it again.
+    with contextlib.redirect_stdout(sys.stderr), contextlib.suppress(KeyboardInterrupt):
         serve(root, settings(host, port))
 
 

@@ -1,10 +1,10 @@
 """The command line: import the requested command, run it, and turn its errors into exit codes.
 
 Exit codes: 0 done, 1 failed, 2 wrong usage; 130, 143 and 129 if SIGINT (Ctrl-C), SIGTERM or SIGHUP stopped the work,
-which can be resumed from its checkpoints. A run that ends at its deadline is done. `serve` runs until it is stopped, so
-Ctrl-C and SIGTERM end it with 0, and so does leaving `chat`. Of several processes (`--gpus`), the error that caused the
-others decides; one killed by signal N gives 128 + N. torchrun reports a failure of any of its processes as 1.
-Tracebacks are printed only with --debug.
+which can be resumed from its checkpoints. A run that ends at its deadline is done. `plan` gives 1 if its answer is no.
+`serve` and `dashboard` run until they are stopped, so Ctrl-C and SIGTERM end them with 0, and so does leaving `chat`.
+Of several processes (`--gpus`), the error that caused the others decides; one killed by signal N gives 128 + N.
+torchrun reports a failure of any of its processes as 1. Tracebacks are printed only with --debug.
 
 A run, checkpoint, model directory or dataset that is damaged or was written by another version gives 1; a path that
 does not exist or holds something else gives 2. `report` and `dashboard` show what can still be read.

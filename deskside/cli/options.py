@@ -17,7 +17,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from deskside.cli.arguments import Argument, Groups, add_groups, flag_of, metavar_and_help, metavar_of
 from deskside.cli.config_options import config_groups, config_values, group_description
 from deskside.cli.help_text import HelpFormatter, columns, description
-from deskside.cli.suggestions import nearest_option
+from deskside.cli.suggestions import option_hint
 from deskside.config.base import Part, plain_message
 from deskside.utils.console import wrap
 from deskside.utils.errors import UsageError
@@ -105,7 +105,9 @@ class Command(Generic[Options]):
             raise SystemExit(0)
         if unknown:
             word = next((word for word in unknown if word.startswith("-")), unknown[0])
-            raise self._unknown_argument(word, typed_names)
+            following = words[words.index(word) + 1 :]
+            value = following[0] if following and not following[0].startswith("-") else ""
+            raise self._unknown_argument(word, value, typed_names)
         keys = config_values(parsed, self.align) if self.configuration else {}
         return self._command_options(parsed), keys
 
@@ -185,14 +187,22 @@ class Command(Generic[Options]):
                 raise UsageError(f"{label}: {message}, not {value!r}") from None
         return self.options(**given)
 
-    def _unknown_argument(self, word: str, typed_names: Mapping[str, str]) -> UsageError:
-        """Return the error for an unknown option or argument. typed_names: hyphenated name -> name as it was typed."""
+    def _unknown_argument(self, word: str, value: str, typed_names: Mapping[str, str]) -> UsageError:
+        """Return the error for an unknown option or argument.
+
+        value: the word after it, or ""; typed_names: hyphenated name -> name as it was typed.
+        """
         if not word.startswith("-"):
             return UsageError(f"'{word}': unexpected argument; options are written --key value")
-        flag = word.split("=")[0]
+        flag, _, given = word.partition("=")
         names = [name for group in self.groups().values() for flags, _ in group for name in flags]
-        nearest = nearest_option(flag, [name for name in names if name.startswith("-")])
-        hint = f"did you mean {nearest}?" if nearest else f"see {self.prog} --help"
+        positional = {
+            field.name: field.metadata["metavar"]
+            for field in _ordered_fields(self.options)
+            if field.metadata["positional"]
+        }
+        known = [name for name in names if name.startswith("-")]
+        hint = option_hint(self.name, flag, known, positional, given or value)
         return UsageError(f"{typed_names.get(flag, flag)}: there is no such option; {hint}")
 
 

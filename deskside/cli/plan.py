@@ -15,6 +15,7 @@ from deskside.config import merge
 from deskside.config.duration import HOURS
 from deskside.config.model import ModelConfig
 from deskside.config.vocabulary import vocabulary_layer
+from deskside.facts.checkpoint_names import hub_name_hint
 from deskside.plan import claim_check as claims
 from deskside.plan.planner import make_plan
 from deskside.plan.question import PlanQuestion
@@ -30,7 +31,7 @@ class PlanOptions(PlanQuestion, JsonOption):
     """Plan before training: find the best model for a budget, or judge a given model.
 
     For a budget, the answer is up to three plans: safe, target and stretch, with a * at the recommended one.
-    For a model, it is yes, yes-if (with what to change) or no (with what is needed).
+    For a model, it is yes, yes-if (with what to change) or no (with what is needed). A no exits with 1.
     The configuration options of deskside train (--model.*, --batch.*, ...) are accepted too.
 
     Examples:
@@ -142,7 +143,8 @@ def run(argv: Sequence[str]) -> int:
         render.show(plan, options.details)
         if rented:
             plan_cloud.show(rented)
-    return 0
+    # So that `deskside plan ... && deskside train ...` does not go on.
+    return 1 if plan.verdict == "no" else 0
 
 
 def _request(options: PlanOptions, overrides: dict[str, Any], claimed: claims.Claims) -> PlanRequest | None:
@@ -182,7 +184,7 @@ def _shape(spec: str) -> tuple[str, ModelConfig]:
 
     found = hub.find(spec, "config")
     if not found.folder.is_dir():
-        raise UsageError(f"--init {spec}: no such directory; give {MODEL_HELP}")
+        raise UsageError(f"--init {spec}: no such directory; {hub_name_hint(spec) or f'give {MODEL_HELP}'}")
     if (found.folder / "run.json").is_file():
         return found.source, RunDirectory.open(found.folder).config().model
     return found.source, from_hf_config(read_json_object(found.folder / "config.json"))

@@ -14,6 +14,7 @@ import deskside
 from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import MINUTES, JsonOption
+from deskside.study.execute.check_arm import check_arm
 from deskside.study.execute.devices import choose
 from deskside.study.execute.executor import Executor, LocalExecutor
 from deskside.study.execute.journal import FILE as JOURNAL
@@ -109,6 +110,10 @@ def run(argv: Sequence[str]) -> int:
             )
         plan = _recorded_plan(folder, requested, options)
     continues = requested is None or (options.resume and not is_new)
+    if requested is not None and options.dry_run:
+        for arm in requested.expansion.arms:
+            if arm.config.data.path is not None:  # a preview needs no data, but refuses wrong data
+                check_arm(arm)
     if requested is not None and (is_new or (options.dry_run and not continues)):
         requested.show(options)
     if options.dry_run:

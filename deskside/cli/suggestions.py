@@ -2,7 +2,11 @@
 
 import difflib
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any
+
+from deskside.config import presets
+from deskside.config.depth_sizes import of_size
 
 # Option names of other programs -> ours. Errors suggest ours; the names of other programs are not accepted.
 SYNONYMS = {
@@ -26,22 +30,79 @@ SYNONYMS = {
     "dataset": "data",
     "model-name": "model",
 }
+# Option or argument of another of our commands -> those that may be meant by it, in this order.
+SAME_THING = {
+    "preset": ("preset", "model", "source"),
+    "model": ("model", "source", "preset"),
+    "init": ("source", "model", "preset"),
+    "params": ("preset",),
+    "size": ("params", "preset"),
+    "depth": ("preset",),
+    "data": ("data.path", "sources"),
+    "sources": ("data", "data.path"),
+    "time": ("hours",),
+    "output": ("out",),
+}
+# The similarity of two names, without their hyphens, from which one may be a misspelling of the other.
+SIMILAR = 0.75
 
 
-def nearest_option(flag: str, known: Sequence[str]) -> str | None:
-    """Return the known option that was probably meant, or None.
+def option_hint(
+    command: str, flag: str, known: Sequence[str], positional: Mapping[str, str], value: str
+) -> str:
+    """Return what was probably meant by an unknown option, or where to look.
 
-    It is our name for another program's option, the same key in another part, or a similarly spelled option.
+    That is, in this order: our name for another program's option; the same key in another part; the command's own
+    option or argument for the same thing; the other commands that have an option of this name; an option that is
+    spelled almost like it.
+
+    known: options of the command; positional: name of each argument -> how the help writes it; value: what was given
+    for the option, or "".
     """
-    name = f"--{flag.lstrip('-')}"
-    key = name[2:].rsplit(".", 1)[-1]
-    synonym = f"--{SYNONYMS.get(key, '')}"
+    name = flag.lstrip("-")
+    key = name.rsplit(".", 1)[-1]
     same_key = [other for other in known if other[2:].rsplit(".", 1)[-1] == key]
-    if synonym in known:
-        return synonym
+    if key in SYNONYMS and f"--{SYNONYMS[key]}" in known:
+        return f"did you mean --{SYNONYMS[key]}?"
     if len(same_key) == 1:
-        return same_key[0]
-    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=0.7)), None)
+        return f"did you mean {same_key[0]}?"
+    for other in (name, *SAME_THING.get(name, ())):
+        if other in positional:
+            given = value if other == name else _as_preset(value) if other == "preset" else ""
+            return f"{positional[other]} is written without a name: deskside {command} {given or positional[other]}"
+        if f"--{other}" in known:
+            return f"did you mean {' '.join([f'--{other}', _as_preset(value) if other == 'preset' else '']).strip()}?"
+    if others := commands_with(flag):
+        return f"{_listed(others)} it; see deskside {command} --help"
+    bare = {other[2:]: other for other in known}
+    similar = difflib.get_close_matches(name, bare, n=1, cutoff=SIMILAR)
+    return f"did you mean {bare[similar[0]]}?" if similar else f"see deskside {command} --help"
+
+
+def _as_preset(value: str) -> str:
+    """Return the preset with this name or with about this number of parameters, such as 1.5B; "" if there is none."""
+    return value if value in presets.names() else (of_size(value) or "").split(" ")[0]
+
+
+def _listed(commands: Sequence[str]) -> str:
+    shown = [f"deskside {name}" for name in commands[:2]]
+    return f"{' and '.join(shown)} {'has' if len(shown) == 1 else 'have'}"
+
+
+def commands_with(flag: str) -> list[str]:
+    """Return the names of the commands of deskside that have an option of their own with this name.
+
+    Imports the modules of all commands, but not torch.
+    """
+    from deskside.cli.main import COMMANDS
+
+    found = []
+    for module_name, _, _ in COMMANDS.values():
+        module = import_module(module_name)
+        for command in module.COMMANDS.values() if hasattr(module, "COMMANDS") else [module.COMMAND]:
+            own = {name for flags, _ in command.groups()["options"] for name in flags}
+            found += [command.name] if flag in own else []
+    return found
 
 
 def command_hint(unknown: str, names: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""`deskside train`: pretrain a model, or continue a run; --dry-run only prints configuration and schedule."""
+"""`deskside train`: pretrain a model, or continue a run; --dry-run only checks data and prints the configuration."""
 
 import math
 import os
@@ -61,7 +61,7 @@ class TrainOptions(RunOptions):
     init: str | None = option(f"start from the weights of this model: {MODEL_HELP}", None, metavar="MODEL")
     revision: str | None = option(REVISION_HELP, None, metavar="REV")
     upcycle: bool = option("--init is dense: start a mixture whose experts are copies of its MLP", False)
-    dry_run: bool = option("print the configuration and schedule, and do not train", False)
+    dry_run: bool = option("check the data, print the configuration and schedule, and do not train", False)
 
 
 COMMAND = Command(
@@ -90,7 +90,7 @@ def run(argv: Sequence[str]) -> int:
                 "--resume uses the run's own configuration; give no other options with it, but --gpus"
             )
         if options.dry_run:
-            return _print_dry_run(RunDirectory.open(Path(options.resume)).config(), options.json)
+            return _dry_run(RunDirectory.open(Path(options.resume)).config(), None, options.json)
         return resume("train", argv, options)
     layers = _layers(options)
     set_trackers(given, options.track, layers)
@@ -105,7 +105,7 @@ def run(argv: Sequence[str]) -> int:
     if options.init is None or not launching:
         config = _configure(options, given, layers, initial, processes)
         if options.dry_run:
-            return _print_dry_run(config, options.json)
+            return _dry_run(config, initial, options.json)
         check_start(config)
     is_rank_zero = int(os.environ.get("RANK", "0")) == 0
     if is_rank_zero:  # for other ranks, rank 0 may have created the directory already
@@ -231,6 +231,19 @@ def _default_name(options: TrainOptions, initial: Any) -> str:
 
 
 # The dry run
+
+
+def _dry_run(config: RunConfig, initial: Any, as_json: bool) -> int:
+    """Refuse the data that the run itself would refuse, else print what it would do. initial: the model of --init."""
+    if config.data.path is not None:
+        from deskside.train.text_rows import check_data  # imports numpy, which takes time
+
+        check_data(config)
+        if initial is not None and (Path(config.data.path) / "index.json").is_file():
+            from deskside.train.state.init_weights import InitialWeights
+
+            InitialWeights.of(initial, initial.source).check_tokenizer(Path(config.data.path))
+    return _print_dry_run(config, as_json)
 
 
 def _print_dry_run(config: RunConfig, as_json: bool) -> int:

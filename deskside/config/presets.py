@@ -75,8 +75,13 @@ def _layers(name: str, folder: Path, seen: tuple[str, ...]) -> list[tuple[dict[s
         text = resources.files("deskside.config").joinpath("presets", f"{name}.toml").read_text("utf-8")
         label = f"preset {name}"
     else:
-        similar = difflib.get_close_matches(name, names(), n=1)
+        from deskside.config.depth_sizes import of_size  # which imports this module
+
+        written = [known for known in names() if known == name.lower()]
+        similar = written or difflib.get_close_matches(name, names(), n=1)
         hint = f"did you mean {similar[0]}? Otherwise " if similar else ""
+        if not similar and (of_about_this_size := of_size(name)):
+            hint = f"did you mean {of_about_this_size}? Otherwise "
         raise UsageError(f"{name}: no such preset; {hint}{CHOICES.format(names=', '.join(names()))}")
     try:
         values = toml_table(text)

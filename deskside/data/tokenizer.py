@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from deskside.facts.checkpoint_names import hub_name_hint
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.parsing import json_value, read_json_object
 
@@ -95,7 +96,11 @@ def load(path: str | Path) -> Tokenizer:
     if file.is_dir():
         file = file / "tokenizer.json"
     if not file.is_file():
-        raise UsageError(f"{file}: no such tokenizer. Give a tokenizer.json or a directory that holds one.")
+        hint = (
+            hub_name_hint(file)
+            or "Give a tokenizer.json, a directory that holds one, or owner/name of the hub"
+        )
+        raise UsageError(f"{file}: no such tokenizer. {hint[0].upper()}{hint[1:]}.")
     try:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8"))
     except UnicodeDecodeError:

@@ -24,6 +24,10 @@ from deskside.utils.errors import UsageError
 REPORTED_MEMORY_RATIO = (0.93, 1.02)
 # Transfers per second and lane (PCI-SIG).
 PCIE_TRANSFERS = {"4.0": 16e9, "5.0": 32e9}
+# Names of the machine that runs the command, for which a plan has an option of its own.
+THIS_MACHINE = ("cpu", "cuda", "auto", "here", "local", "this", "mine")
+# The similarity of two names from which one may be a misspelling of the other. That of gtx1080 and rtx5080 is 0.71.
+SIMILAR = 0.8
 # Words that a name may contain and that do not distinguish cards.
 IGNORED_WORDS = ("nvidia", "geforce", "amd", "instinct", "quadro", "rtx", "gpu", "graphics", "card")
 # (column, factor) of the fields that have another name or unit in the table.
@@ -143,7 +147,8 @@ def find(name: str) -> Gpu:
     """Return the card with this name. Case, spaces, hyphens, the order of the words and the vendor's name do
     not matter; a memory size ("4060 ti 16gb") or a form factor ("a100 80gb sxm") distinguishes variants.
 
-    Raises UsageError with the closest names if no card matches, or with all matches if there are several.
+    Raises UsageError if no card matches, with those of the same number or spelled almost like it, or if several do,
+    with all of them.
     """
     text = re.sub(r"[^a-z0-9]", "", name.lower()).replace("mobile", "laptop").replace("notebook", "laptop")
     matches = [gpu for gpu in gpus() if gpu.is_named(text)]
@@ -155,11 +160,19 @@ def find(name: str) -> Gpu:
         )
     if not text:
         raise UsageError("the name of the card is empty; write a name such as rtx4090")
+    if text in THIS_MACHINE:
+        raise UsageError(
+            f"{name}: is not a card of the table; for this machine, with or without a GPU, give --here"
+        )
     names = {re.sub(r"[^a-z0-9]", "", gpu.name.lower()): gpu.name for gpu in gpus()}
-    near = difflib.get_close_matches(text, names, n=3, cutoff=0.0)
+    number = re.search(r"[a-wyz]?\d{3,}", text)  # of the model, such as h100 or the 4090 of 2x4090
+    same_number = [key for key in names if number is not None and number[0] in key]
+    similar = difflib.get_close_matches(text, names, n=3, cutoff=SIMILAR)
+    near = difflib.get_close_matches(text, {*same_number, *similar}, n=3, cutoff=0.0)
+    hint = f"did you mean {' or '.join(names[key] for key in near)}? " if near else ""
     raise UsageError(
-        f"{name}: no such card in the table; the closest names are "
-        f"{', '.join(names[key] for key in near)}. `deskside probe` can measure a card that is not in the table"
+        f"{name}: no such card in the table; {hint}`deskside plan --gpu list` shows all, and `deskside probe` can "
+        f"measure a card that is not in it"
     )
 
 

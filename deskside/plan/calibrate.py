@@ -57,7 +57,11 @@ UNKNOWN_SPREAD = 0.40
 # At least this for a card that others measured. Their drivers, coolers and power limits differ: large products on cards
 # of one name are within 7 % of their middle in gpus.csv (column measured_source), except one RTX 5090 that is 23 % off.
 REPORTED_SPREAD = 0.15
+# deskside's own runs on an H200 are within it (docs/planner-accuracy.md), on other cards it is not measured.
 MEMORY_SPREAD = {"measured": 0.05, "reported": 0.10, "published": 0.10}
+# The worst of 9 published runs of other trainers (tests/plan/test_published.py). The three at 21 % have connections
+# between blocks that our shapes lack, so this is no range of our own runs, but the only check on other cards.
+OTHERS_MEMORY_ERROR = 0.21
 MIN_FACTOR = 0.1  # lower bound of a fitted factor
 
 

@@ -1,6 +1,6 @@
 """Claims about a run, checked against the data sheet, against arithmetic and against the plan.
 
-`deskside plan --gpu rtx5090 --preset moe.toml --claim_step_seconds 1 --claim_memory_gib 28` prints a verdict
+`deskside plan --gpu rtx5090 --preset moe.toml --claim-step-seconds 1 --claim-memory-gib 28` prints a verdict
 on each claim, with the arithmetic: holds, unlikely (outside the planner's range), wrong (contradicts the data sheet),
 impossible (faster than the card's peak in any number format, or in less memory than with all memory-saving options), or
 contradiction (two claims exclude each other).
@@ -66,6 +66,7 @@ def parse_claims(given: dict[str, str | None]) -> Claims:
     for name, text in given.items():
         if text is None:
             continue
+        flag = f"--claim-{name.replace('_', '-')}"
         parts = re.fullmatch(r"\s*([\d.,_e+]+)(?:\s*-\s*([\d.,_e+]+))?\s*", text)
         try:
             if parts is None:
@@ -73,17 +74,15 @@ def parse_claims(given: dict[str, str | None]) -> Claims:
             low = float(parts[1].replace(",", ""))
             high = float(parts[2].replace(",", "")) if parts[2] else low
         except ValueError:
-            raise UsageError(
-                f"--claim_{name}: '{text}' is not a number or range; write it as 28 or 50-100"
-            ) from None
+            raise UsageError(f"{flag}: '{text}' is not a number or range; write it as 28 or 50-100") from None
         if not 0 < low <= high < 1e30:
             raise UsageError(
-                f"--claim_{name}: {text} is not possible; give a positive number, or a range from low to high"
+                f"{flag}: {text} is not possible; give a positive number, or a range from low to high"
             )
         values[name] = (low, high)
     if ("steps" in values) != ("hours" in values):
         raise UsageError(
-            "--claim_steps and --claim_hours belong together; give both: so many steps in so many hours"
+            "--claim-steps and --claim-hours belong together; give both: so many steps in so many hours"
         )
     return Claims(**values)
 

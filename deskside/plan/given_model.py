@@ -1,12 +1,11 @@
 """The models of a plan: one that the user asks about, or one that could be trained."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deskside.budget.shape import num_params
 from deskside.config import merge, presets
+from deskside.config.depth_sizes import MAX_DEPTH, nearest_depth, sizes
 from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
 from deskside.config.sections import BatchConfig
@@ -14,7 +13,6 @@ from deskside.plan.question import PlanQuestion, count
 from deskside.utils import format
 from deskside.utils.errors import UsageError
 
-MAX_DEPTH = 128  # of the depth series: hidden size 8192, 104 billion parameters
 STAGES_SET_LENGTH = (
     "--sequence: schedule.stages sets the sequence lengths; change them there, or leave one out"
 )
@@ -104,11 +102,10 @@ def sequence_length_layer(
 
 def _nearest_depth(params: float, text: str) -> int:
     """Return the depth with the nearest number of parameters. text: the number as the user wrote it."""
-    sizes = {d: num_params(ModelConfig(**presets.depth(d)["model"])) for d in range(2, MAX_DEPTH + 1, 2)}
-    nearest = min(sizes, key=lambda d: abs(math.log(sizes[d] / params)))
-    if not 0.5 <= sizes[nearest] / params <= 2:
+    nearest = nearest_depth(params)
+    if nearest is None:
         raise UsageError(
-            f"--params: no depth has about {text} parameters; give a size from {format.count(sizes[2])} (d2) "
-            f"to {format.count(sizes[MAX_DEPTH])} (d{MAX_DEPTH})"
+            f"--params: no depth has about {text} parameters; give a size from {format.count(sizes()[2])} (d2) "
+            f"to {format.count(sizes()[MAX_DEPTH])} (d{MAX_DEPTH})"
         )
     return nearest

@@ -26,7 +26,7 @@ from deskside.plan.estimate import StepEstimate, estimate, estimate_max_microbat
 from deskside.plan.expected_loss import law_inputs
 from deskside.plan.published import published_fp8_speedup, uncalibrated_reason
 from deskside.plan.remedies import Remedy
-from deskside.plan.request import TIME_SHARES, PlanRequest
+from deskside.plan.request import TIME_SHARES, PlanBudget, PlanRequest
 from deskside.plan.result import Plan, PlannedBand, executable
 from deskside.plan.run_length import (
     MAX_SECONDS,
@@ -290,7 +290,34 @@ def _repetition_notes(request: PlanRequest, chosen: PlannedBand) -> list[str]:
         )
     if not request.own_corpus and candidate.weights > MAX_WEIGHTS_PER_TOKEN * unique and request.pretrains:
         notes.append(own_corpus.too_large(candidate.weights, unique))
+    if candidate.weights > MAX_WEIGHTS_PER_TOKEN * unique and request.pretrains:
+        notes += _size_for_the_text(request, candidate)
     return notes
+
+
+def _size_for_the_text(request: PlanRequest, candidate: Candidate) -> list[str]:
+    """Return a note on the model that a plan would choose for the text, in the time of a model that is too large."""
+    if request.given is None:
+        return []
+    seconds, model = candidate.seconds[1], candidate.setting.model
+    open_request = replace(
+        request,
+        budget=PlanBudget("hours", seconds / 3600),
+        pretrain_seconds=seconds,
+        given=None,
+        own_corpus=False,
+        overrides={"model": {"vocab_size": model.vocab_size}},
+        sequence_length=request.sequence,
+    )
+    choice = band_choice.recommended(band_choice.choose_bands(open_request))
+    if choice is None or choice.candidate.weights >= candidate.weights:
+        return []
+    small = choice.candidate
+    return [
+        f"for this text, a plan without a given size takes {small.shape.preset} ({count(small.params)}): about "
+        f"{small.forecast[1]:.2f} bits per byte after {duration(small.seconds[1])}, where this model is expected at "
+        f"{candidate.forecast[1]:.2f} after {duration(seconds)} if it does not overfit"
+    ]
 
 
 def _keeps_best(chosen: PlannedBand) -> bool:

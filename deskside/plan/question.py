@@ -46,5 +46,6 @@ def count(option: str, given: Any) -> float:
     if value.adjusted() > 18:
         raise UsageError(f"{option}: {given} is too large; give less than 1e19")
     if value != value.to_integral_value():
-        raise UsageError(f"{option}: {given} is not a whole number")
+        unit = f"; did you mean {given}B or {given}M?" if scale == 1 and "e" not in text else ""
+        raise UsageError(f"{option}: {given} is not a whole number{unit}")
     return float(value)

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from deskside.budget.shape import num_params
 from deskside.budget.step_spec import Checkpointing, StateFormat
 from deskside.config import presets
+from deskside.config.depth_sizes import MAX_DEPTH
 from deskside.config.model import ModelConfig
 from deskside.facts.gpus import gpus
 from deskside.plan.card import DRIVER_SHARE
@@ -29,7 +30,6 @@ from deskside.plan.combinations import (
 )
 from deskside.plan.estimate import Fits, StepEstimate, estimate_max_microbatch
 from deskside.plan.fastest_fit import MLP_CHUNK, fastest_that_fits
-from deskside.plan.given_model import MAX_DEPTH
 from deskside.plan.request import PlanRequest
 from deskside.plan.setting import Setting, options, pass_sizes, with_max_microbatch
 from deskside.utils.format import count, gib

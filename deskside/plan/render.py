@@ -3,7 +3,11 @@
 import shlex
 from collections.abc import Callable, Sequence
 
+from deskside.budget.loss import LAW
+from deskside.plan.calibrate import OTHERS_MEMORY_ERROR
+from deskside.plan.candidates import ends_early
 from deskside.plan.claim_check import ClaimFinding
+from deskside.plan.expected_loss import optimal_tokens
 from deskside.plan.headline import headline
 from deskside.plan.render_details import emulated, show_details
 from deskside.plan.result import PLACEHOLDERS, Plan, PlannedBand
@@ -64,10 +68,14 @@ def _assumed(plan: Plan) -> list[str]:
     request = plan.request
     if request.budget.kind is not None or request.given is None:
         return []
-    assumed = "compute-optimal for this size"
     if not request.pretrains:
-        assumed = "those of pretraining this size; give --tokens"
-    return [f"no budget was given: the tokens are {assumed}"]
+        return ["no budget was given: the tokens are those of pretraining this size; give --tokens"]
+    if plan.best is not None and ends_early(request, plan.best.candidate):
+        optimal = count(optimal_tokens(LAW, plan.best.candidate.weights))
+        return [
+            f"no budget was given: the text limits the tokens; {optimal} are compute-optimal for this size"
+        ]
+    return ["no budget was given: the tokens are compute-optimal for this size"]
 
 
 def _show_bands(printer: Printer, plan: Plan) -> None:
@@ -100,7 +108,9 @@ def _show_bands(printer: Printer, plan: Plan) -> None:
     spread = calibration.speed_spread if plan.shown is None else plan.shown.speed_spread
     star = "* recommended; " if several else ""
     within = f"speed +-{spread:.0%}, memory +-{calibration.memory_spread:.0%}"
-    printer.text(f"{star}rates {calibration.source}: {within}", "quiet")
+    if calibration.source == "published":
+        within += f" (published runs of other trainers: up to {OTHERS_MEMORY_ERROR:.0%} off)"
+    printer.text(f"{star}rates {calibration.source}: {within}", "quiet", hanging=2)
 
 
 def _electricity(band: PlannedBand) -> str:

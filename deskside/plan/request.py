@@ -154,9 +154,9 @@ def make_request(
         price = getattr(q, name)
         if price is not None and not 0 <= price <= MAX_PRICE:
             raise UsageError(
-                f"--{name}: a price is a number of dollars from 0 to {MAX_PRICE:,.0f}, not {price:g}"
+                f"--{name.replace('_', '-')}: a price is a number of dollars from 0 to {MAX_PRICE:,.0f}, not {price:g}"
             )
-    unique = None if q.unique_tokens is None else int(count("--unique_tokens", q.unique_tokens))
+    unique = None if q.unique_tokens is None else int(count("--unique-tokens", q.unique_tokens))
     if q.own_corpus and unique is None:
         raise UsageError(
             "--own-corpus: needs the size of the text; give prepared data with --data.path, or --unique-tokens"

@@ -29,7 +29,7 @@ from deskside.plan.expected_loss import bpb, optimal_tokens
 from deskside.plan.fastest_fit import fastest_that_fits
 from deskside.plan.given_model import GivenModel
 from deskside.plan.remedies import Remedy, remedies, with_max_microbatch_unless_set
-from deskside.plan.request import PlanRequest
+from deskside.plan.request import PlanBudget, PlanRequest
 from deskside.plan.run_length import (
     MAX_SECONDS,
     TOO_LONG,
@@ -239,8 +239,13 @@ def _undertrained(request: PlanRequest, chosen: Candidate) -> tuple[str | None, 
             f" and is expected at {chosen.forecast[1]:.3f} bits per byte, while {smaller.shape.preset} "
             f"({count(smaller.params)}), trained in the same way, ends at {smaller.forecast[1]:.3f} in the same budget"
         )
-    needed = duration(optimal / chosen.estimate.tokens_per_second[1])
-    text += f"; this size is the best choice from {count(optimal)} tokens on, which take {needed}"
+    text += f"; this size is the best choice from {count(optimal)} tokens on"
+    # A longer run has a larger batch, and with that another speed.
+    unlimited = replace(
+        request, budget=PlanBudget(), pretrain_seconds=None, unique_tokens=None, own_corpus=False
+    )
+    whole = judge(unlimited, with_remedies=False).chosen
+    text += "" if whole is None else f", which take {duration(whole.seconds[1])}"
     return text, smaller is not None
 
 

@@ -46,7 +46,7 @@ from deskside.train.parallel import World
 from deskside.train.prepare.attention_backends import AttentionBackends
 from deskside.train.prepare.preflight import SAMPLE_SHARE, UNLIMITED, TimeBudget
 from deskside.train.state import finalize
-from deskside.utils.errors import UsageError
+from deskside.train.text_rows import open_text
 
 
 class RowDataset(Protocol):
@@ -240,22 +240,7 @@ class NextToken:
         self.multi_token = config.multi_token
         if self.multi_token.weights:
             self.metric_names = ("loss", "future_token_loss")
-        mixture: dict[str, Any] = {}  # the validation split is evaluated as it is
-        if split == "train":
-            mixture = {
-                "weights": dict(config.data.weights) or None,
-                "language_temperature": config.data.language_temperature,
-                "source_temperature": config.data.source_temperature,
-                "packing": config.data.packing,
-            }
-        dataset = PackedDataset(path, split=split, sequence_length=sequence_length, **mixture)
-        needed = dataset.index.tokenizer.vocab_size
-        if needed > config.model.vocab_size:
-            raise UsageError(
-                f"model.vocab_size: {path} has {needed} tokens, the model {config.model.vocab_size}; "
-                f"use --model.vocab_size {needed}, or prepare the data again"
-            )
-        return dataset
+        return open_text(config, path, split, sequence_length)
 
     def begin(self, session: Session) -> None:
         pass

@@ -19,6 +19,7 @@ from deskside.config.model import ModelConfig
 from deskside.config.run import SCHEMA_VERSION
 from deskside.data.tokenizer import CHAT_TOKENS, end_of_text, read_config
 from deskside.data.tokenizer import load as load_tokenizer
+from deskside.facts.checkpoint_names import hub_name_hint
 from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
 from deskside.precision.frozen import Format, quantize_for_generation
@@ -102,7 +103,9 @@ def load_model(
     path = found.folder
     if not path.exists():
         run_dir = Path("runs") / path
-        hint = "give a run (runs/NAME), a Hugging Face directory, or a name on its hub (owner/name)"
+        hint = hub_name_hint(path) or (
+            "give a run (runs/NAME), a Hugging Face directory, or a name on its hub (owner/name)"
+        )
         if run_dir.is_dir():
             hint = f"did you mean {run_dir}?"
         raise UsageError(f"{path}: no such directory; {hint}")

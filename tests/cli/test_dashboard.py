@@ -1,5 +1,6 @@
 """`deskside dashboard`: options, errors, and that it starts without torch."""
 
+import signal
 import socket
 import subprocess
 import sys
@@ -127,3 +128,13 @@ def test_the_page_does_not_import_the_libraries_of_its_tabs() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.strip() == ""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_stops_it_is_no_failure(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uvicorn raises the signal again once the server has stopped."""
+    monkeypatch.setattr("deskside.dashboard.server.serve", lambda root, settings: signal.raise_signal(number))
+    monkeypatch.setattr("deskside.cli.dashboard._preload", lambda *where: None)
+    assert main(["dashboard", str(tmp_path)]) == 0

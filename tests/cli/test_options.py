@@ -60,7 +60,8 @@ def test_values_and_defaults() -> None:
         (["a", "", "--out", "x"], "THING... '': is empty; give a value, or leave it out"),
         (["a", "--out", "x", "--extra", "b", ""], "--extra '': is empty; give a value, or leave it out"),
         (["a", "--out", "x", "--cuont", "1"], "--cuont: there is no such option; did you mean --count?"),
-        (["a", "--out", "x", "--things", "1"], "--things: there is no such option; see deskside thing --help"),
+        (["a", "--out", "x", "--things", "1"],
+         "--things: there is no such option; THING... is written without a name: deskside thing 1"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("columns", ["80", "30", "200"])

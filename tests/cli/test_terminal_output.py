@@ -117,7 +117,7 @@ PAGES: dict[str, tuple[str, int] | Callable[[], None]] = {
     "plan": ("plan --gpu rtx4090 --hours 24", 0),
     "plan details": ("plan --gpu rtx4090 --hours 24 --details", 0),
     "plan yes-if": ("plan --gpu rtx4090 --params 3B --gpus 4 --details", 0),
-    "plan no": ("plan --gpu 'RTX 3060 12GB' --params 13B", 0),
+    "plan no": ("plan --gpu 'RTX 3060 12GB' --params 13B", 1),
     "plan claims": ("plan --gpu rtx5090 --depth 24 --claim-step-seconds 1 --claim-watts 450", 0),
     "plan adapters": (
         "plan --gpu rtx4090 --preset 124m --adapter.rank 16 --optim.name adamw --tokens 10M",

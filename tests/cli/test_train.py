@@ -106,6 +106,41 @@ def test_a_folder_of_text_is_named_in_the_command_that_prepares_it(
     assert [path.name for path in here.rglob("*")] == ["my texts", "a.txt"]
 
 
+def test_a_dry_run_refuses_data_with_the_line_of_the_run(
+    made: MadeRun, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "texts").mkdir()
+    (here / "texts" / "a.txt").write_text("some words")
+    data = str(made.config.data.path)
+    large = ["demo", "--steps", "2", "--data.path", data, "--model.vocab_size"]
+    # The data has 300 entries. A larger vocabulary is built as it is configured, so a dry run prints that.
+    assert dry([*large, "304"], capsys)["config"]["model"]["vocab_size"] == 304
+    for argv in (
+        ["demo", "--steps", "2", "--data.path", "nowhere"],
+        ["demo", "--steps", "2", "--data.path", "texts"],
+        [*large, "256"],
+    ):
+        line = refused([*argv, "--compute.device", "cpu"], capsys)
+        assert refused([*argv, "--compute.device", "cpu", "--dry-run"], capsys) == line
+        assert refused([*argv, "--compute.device", "cpu", "--dry-run", "--json"], capsys) == line
+    assert "300 tokens, the model 256" in refused([*large, "256", "--dry-run"], capsys)
+    mixed = [*large, "304", "--data.weights", "{french = 1}", "--dry-run"]
+    assert "weight french: is not in the data" in refused(mixed, capsys)
+    # Without a length, the run itself is refused for that first; the dry run still checks the data.
+    assert refused(["124m", "--data.path", "texts", "--dry-run"], capsys).startswith("data.path: texts")
+    assert [path.name for path in here.iterdir()] == ["texts"]
+
+
+def test_the_dry_run_of_a_resumed_run_checks_its_data(
+    tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = make(tmp_path_factory.mktemp("gone"))
+    assert main(["train", "--resume", str(run.path), "--dry-run"]) == 0
+    capsys.readouterr()
+    (Path(str(run.config.data.path)) / "index.json").unlink()
+    assert "is not prepared data" in refused(["--resume", str(run.path), "--dry-run"], capsys)
+
+
 @pytest.mark.parametrize(
     ("command", "table", "which"),
     [

@@ -19,6 +19,7 @@ WITHOUT_TORCH = [
     "from deskside.cli.main import main; assert main(['train', '124m', '--hours', '2', '--dry-run']) == 0",
     "from deskside.cli.main import main; assert main(['train', '124m', '--dry-run', '--json']) == 0",
     "from deskside.cli.main import main; assert main(['train', 'nope']) == 2",
+    "import deskside.train.text_rows, deskside.study.execute.check_arm",
 ]
 
 

@@ -140,7 +140,6 @@ def test_an_ambiguous_name_is_refused_and_names_all(written: str, named: tuple[s
 @pytest.mark.parametrize(
     ("written", "near"),
     [
-        ("RTX 9999", "RTX 5090"),
         ("RTX 5090 24GB", "RTX 5090"),  # the desktop card has 32
         ("H100 NVL", "H100 SXM"),
         ("rtx 4095", "RTX 4090"),
@@ -153,6 +152,18 @@ def test_an_unknown_card_names_the_nearest(written: str, near: str) -> None:
     with pytest.raises(UsageError) as error:
         find(written)
     assert near in str(error.value) and "no such card" in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("written", ["RTX 9999", "gtx1080", "Radeon VII"])
+def test_no_card_is_named_for_one_that_is_unlike_all(written: str) -> None:
+    with pytest.raises(UsageError, match="no such card in the table; `deskside plan --gpu list` shows all"):
+        find(written)
+
+
+@pytest.mark.parametrize("written", ["cpu", "CPU", "here", "cuda"])
+def test_this_machine_is_no_card_of_the_table(written: str) -> None:
+    with pytest.raises(UsageError, match="for this machine, with or without a GPU, give --here"):
+        find(written)
 
 
 @pytest.mark.parametrize("written", ["", "  ", "-", *IGNORED_WORDS, "nvidia geforce rtx", "80gb"])

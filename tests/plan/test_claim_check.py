@@ -151,7 +151,7 @@ def test_claims_are_read() -> None:
 
 @pytest.mark.parametrize("text", ["much", "-3", "0", "100-50", "1-", "", "1e999"])
 def test_claims_that_are_no_numbers_are_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="--claim_memory_gib"):
+    with pytest.raises(UsageError, match="--claim-memory-gib"):
         parse_claims({"memory_gib": text})
 
 

@@ -17,7 +17,7 @@ from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.facts.gpus import find, gpus
 from deskside.facts.measurements import Measurement, published
-from deskside.plan.calibrate import calibrate
+from deskside.plan.calibrate import OTHERS_MEMORY_ERROR, calibrate
 from deskside.plan.published import (
     FIRST_KERNELS,
     MAX_SEQUENCE,
@@ -232,6 +232,7 @@ def test_published_memory_is_of_the_right_size() -> None:
     assert len(errors) == 9
     assert errors[-1] < 0.30
     assert errors[4] < 0.10
+    assert round(errors[-1], 2) == OTHERS_MEMORY_ERROR  # which plans say
     assert all(m.differences for m in memories() if m.modelled is None)
 
 

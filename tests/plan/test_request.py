@@ -34,8 +34,8 @@ from tests.plan.made import ask
         ({"gpu": "rtx4090", "preset": "nope"}, "no such preset"),
         ({"gpu": "rtx4090", "hours": 3, "gpus": 0}, "--gpus"),
         ({"gpu": "rtx4090", "hours": 3, "sequence": 0}, "--sequence"),
-        ({"gpu": "rtx4090", "hours": 3, "price_kwh": -1.0}, "--price_kwh"),
-        ({"gpu": "rtx4090", "hours": 3, "rent_per_hour": float("inf")}, "--rent_per_hour"),
+        ({"gpu": "rtx4090", "hours": 3, "price_kwh": -1.0}, "--price-kwh"),
+        ({"gpu": "rtx4090", "hours": 3, "rent_per_hour": float("inf")}, "--rent-per-hour"),
         ({"gpu": "rtx4090", "hours": 3, "precision": "fp4"}, "--precision"),
         (
             {"gpu": "rtx4090", "preset": "124m", "overrides": {"model": {"num_key_value_heads": 5}}},

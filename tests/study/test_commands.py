@@ -178,6 +178,16 @@ def test_a_dry_run_prints_the_plan_and_makes_nothing(
     assert not (here / "studies").exists()
 
 
+def test_a_dry_run_refuses_data_as_the_study_does(
+    study: Path, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = refused(["tiny.toml", "--dry-run", "--data.path", "nowhere"], capsys)
+    assert "nowhere is not prepared data" in line and line.startswith("arm ")
+    assert main(["study", "tiny.toml", "--data.path", "nowhere"]) == 2
+    assert line in capsys.readouterr().err.splitlines()[-1]
+    assert not (here / "studies").exists()
+
+
 def test_a_dry_run_needs_no_torch(study: Path) -> None:
     dry_run = "import sys; from deskside.cli.main import main; main(['study', 'tiny.toml', '--dry-run']); "
     code = dry_run + "print('torch' in sys.modules)"

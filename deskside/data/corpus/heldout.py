@@ -31,7 +31,7 @@ MIN_FRACTION, MAX_FRACTION = 0.005, 0.1  # bounds of the default share of valida
 TARGET_BYTES = 500_000  # default size of the validation text, within these bounds
 FEW_DOCUMENTS = 10  # in a smaller corpus, an average document is more than a tenth of the text
 MAX_TAIL_BYTES = 1_000_000
-MIN_VALIDATION_BYTES = 50_000  # less validation text gives a warning
+MIN_VALIDATION_BYTES = 50_000  # less validation text gives a warning; docs/guides/own-text.md says so
 
 _EDGE = 1 << 12  # bytes at each end of a text in which surrounding white space is searched first
 
@@ -224,13 +224,12 @@ def validation_warnings(index: DatasetIndex) -> list[str]:
     if val is None:
         return []
     warnings = []
-    # Fewer than ten documents are too few for validation if the training split has at least a hundred.
-    few = val.documents < FEW_DOCUMENTS <= train.documents // FEW_DOCUMENTS
-    if val.text_bytes < MIN_VALIDATION_BYTES or few:
+    # The number of documents does not count: the default share of a few hundred large files gives only some of them.
+    if val.text_bytes < MIN_VALIDATION_BYTES:
         warnings.append(
             f"validation is {val.text_bytes:,} bytes in {val.documents:,} "
-            f"document{'s' if val.documents != 1 else ''}: too little to distinguish similar models. Give more text, a "
-            "larger --val-fraction, or --val SOURCE"
+            f"document{'s' if val.documents != 1 else ''}: less than {MIN_VALIDATION_BYTES // 1000} kB cannot "
+            "distinguish similar models. Give more text, a larger --val-fraction, or --val SOURCE"
         )
     for kind in ("lang", "source"):
         # Nothing can be held out from a source with one document, such as a file that a shell's pattern matched.

@@ -20,6 +20,7 @@ from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.prepare import prepare
 from deskside.run.directory import RunDirectory
 from deskside.study import results_io
+from deskside.study.execute.check_arm import check_arm
 from deskside.study.execute.devices import Device
 from deskside.study.execute.executor import Executor, RunningTrial
 from deskside.study.execute.journal import FINAL, Key, StudyJournal
@@ -37,7 +38,6 @@ from deskside.study.execute.trial_process import (
 from deskside.study.execute.trial_queue import ArmAndSeed, TrialList, TrialQueue
 from deskside.study.results import Results
 from deskside.study.spec.expand import PlannedArm
-from deskside.train.prepare.preflight import check_start
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.signals import StopSignal
 
@@ -296,10 +296,7 @@ def prepare_all(arms: Sequence[PlannedArm], say: Callable[[str], None]) -> None:
     """
     first_arm: dict[str, PlannedArm] = {}  # by data.path
     for arm in arms:
-        try:
-            check_start(arm.config)
-        except UsageError as error:
-            raise UsageError(f"arm {arm.id}: {error}") from None
+        check_arm(arm)
         path = str(arm.config.data.path)  # checked by check_start
         if (Path(path) / "index.json").exists():
             continue

@@ -27,11 +27,21 @@ PREPARE_COMMAND = "deskside data prepare SOURCE --out data/NAME"
 
 
 def check_start(config: RunConfig) -> None:
-    """Raise UsageError for a run without a length or without data."""
+    """Raise UsageError for a run without a length or without data, or whose vocabulary is too small for its data."""
     if config.schedule.length is None:
         raise UsageError(
             "schedule.length: the run has no length; give --hours 2, --schedule.steps 2000 or --schedule.tokens 1e9"
         )
+    check_path(config)
+    index = Path(str(config.data.path)) / "index.json"
+    if config.align is None and index.is_file():
+        from deskside.data.reading.shards import read_index  # imports numpy, which takes time
+
+        check_vocabulary(config, read_index(index.parent).tokenizer.vocab_size)
+
+
+def check_path(config: RunConfig) -> None:
+    """Raise UsageError unless the run has prepared data, or sources to prepare it from."""
     path = config.data.path
     if path is None:
         raise UsageError(
@@ -43,6 +53,15 @@ def check_start(config: RunConfig) -> None:
         )
         raise UsageError(
             f"data.path: {path} is not prepared data (no index.json); prepare some with: {command}"
+        )
+
+
+def check_vocabulary(config: RunConfig, tokens: int) -> None:
+    """Raise UsageError if the model's vocabulary is smaller than that of the data, which has `tokens` tokens."""
+    if tokens > config.model.vocab_size:
+        raise UsageError(
+            f"model.vocab_size: {config.data.path} has {tokens} tokens, the model {config.model.vocab_size}; "
+            f"use --model.vocab_size {tokens}, or prepare the data again"
         )
 
 

@@ -13,11 +13,18 @@ from hypothesis import strategies as st
 
 from deskside.data.corpus import heldout
 from deskside.data.corpus.analyze import CorpusOptions
-from deskside.data.corpus.heldout import HoldoutPlanner, is_validation, text_hash, validation_warnings
+from deskside.data.corpus.heldout import (
+    MIN_VALIDATION_BYTES,
+    HoldoutPlanner,
+    is_validation,
+    text_hash,
+    validation_warnings,
+)
 from deskside.data.corpus.prepare import prepare
 from deskside.data.reading import shards
 from tests.data.data_corpus import make_corpus
 
+ROOT = Path(__file__).parents[3]
 SMALL: dict[str, Any] = {"vocab_size": 300, "workers": 1, "quiet": True}
 
 
@@ -49,7 +56,7 @@ def test_480_documents_of_many_languages(tmp_path: Path) -> None:
     smallest = prepare(
         [str(tmp_path / "a.jsonl")], tmp_path / "least", CorpusOptions(val_fraction=1e-9, **SMALL)
     )
-    assert 8 <= smallest.documents["val"] <= 11 and "too little" in smallest.warnings[0]
+    assert 8 <= smallest.documents["val"] <= 11 and "less than 50 kB" in smallest.warnings[0]
     assert languages(tmp_path / "least", "train") >= {("s0", "rare")}
 
 
@@ -117,10 +124,22 @@ def test_hash_ignores_white_space_at_the_ends(text: str, long: bool) -> None:
     assert text_hash((" \u3000" + inside + "\n").encode()) == text_hash(inside.encode())
 
 
-def test_no_warning_for_enough_and_none_without_validation(prepared: Path) -> None:
+def test_only_the_size_of_the_validation_text_gives_a_warning(prepared: Path) -> None:
     index = shards.read_index(prepared)
-    splits = dict(index.splits)
-    splits["val"] = splits["val"].model_copy(update={"text_bytes": 60_000})
-    assert validation_warnings(index.model_copy(update={"splits": splits})) == []
-    assert "too little" in validation_warnings(index)[0]
-    assert validation_warnings(index.model_copy(update={"splits": {"train": splits["train"]}})) == []
+
+    def warnings(size: int, documents: int, training: int) -> list[str]:
+        splits = dict(index.splits)
+        splits["val"] = splits["val"].model_copy(update={"text_bytes": size, "documents": documents})
+        splits["train"] = splits["train"].model_copy(update={"documents": training})
+        return validation_warnings(index.model_copy(update={"splits": splits}))
+
+    for documents, training in ((1, 20), (2, 273), (500, 5000)):
+        assert warnings(MIN_VALIDATION_BYTES, documents, training) == []
+        (line,) = warnings(MIN_VALIDATION_BYTES - 1, documents, training)
+        assert "49,999 bytes" in line and "less than 50 kB" in line
+    assert validation_warnings(index.model_copy(update={"splits": {"train": index.splits["train"]}})) == []
+
+
+def test_the_guide_names_the_size_that_gives_a_warning() -> None:
+    guide = (ROOT / "docs" / "guides" / "own-text.md").read_text("utf-8")
+    assert f"If less than {MIN_VALIDATION_BYTES // 1000} kB" in " ".join(guide.split())
