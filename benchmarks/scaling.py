@@ -16,7 +16,8 @@ percent, and several wait for the slowest. A case that fails is written to OUT/f
     efficiency tokens/s over those of one GPU with as many tokens for each GPU, times the number of GPUs
     slowest    the same relative to the slowest card: what is left is not a difference between cards
     longer     milliseconds of a step beyond that of the median card with as many tokens
-    exposed    milliseconds of NCCL's kernels during which nothing else runs on rank 0, from a trace
+    exposed    milliseconds of NCCL's kernels during which nothing else runs on the slowest rank, from a trace: the
+               others wait in NCCL's kernels for it
     bus        GB/s of an all-reduce of the size of the gradients, 2 (n - 1) / n x bytes / time as in nccl-tests
     watts      of all GPUs together, from NVML's energy counters over the counted steps
 
@@ -332,7 +333,7 @@ def table(
             efficiency,
             slowest,
             longer,
-            f"{row['profile']['exposed_ms']:.2f}" if row.get("profile") and case.gpus > 1 else "",
+            _exposed(row) if case.gpus > 1 else "",
             _bus(case, bandwidths),
             f"{sum(row['watts']):,.0f}" if row["watts"] else "",
             f"{max(row['peak_gib']):.1f}",
@@ -350,8 +351,17 @@ def _order(row: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _median_card(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the row of the median card; of an even number, of the slower of both in the middle."""
-    return sorted(rows, key=lambda row: row["p50"])[(len(rows) - 1) // 2]
+    """Return the row of one card with the median speed of all."""
+    speeds = {name: statistics.median(row[name] for row in rows) for name in ("p10", "p50", "p90")}
+    return {**rows[0], **speeds, "watts": [statistics.fmean(sum(row["watts"]) for row in rows)]}
+
+
+def _exposed(row: dict[str, Any]) -> str:
+    """Return the exposed communication of the rank that computes longest. Old rows have the profile of rank 0 only."""
+    profiles = row.get("profile") or []
+    profiles = profiles if isinstance(profiles, list) else [profiles]
+    slowest = max(profiles, key=lambda profile: profile["compute_ms"], default=None)
+    return "" if slowest is None else f"{slowest['exposed_ms']:.2f}"
 
 
 def _bus(case: Case, rows: Sequence[dict[str, Any]]) -> str:

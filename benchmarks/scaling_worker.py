@@ -14,7 +14,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,9 +50,7 @@ def measure(case: Mapping[str, Any], spec: Mapping[str, Any], world: World) -> d
     device, rows = world.device, prepared.rows_per_step
     environment_record.reset_peak_memory(device)
     batches = random_batches(prepared.rows, prepared.fit.micro_rows, rows, device)
-    timer = StepTimer(
-        prepared.stepper, batches, prepared.fit.accumulation, environment_record.Sensors(device)
-    )
+    timer = StepTimer(prepared.stepper, batches, prepared.fit.accumulation, ClockSensors(device))
     warmup, _ = timer.run(0.0, WARMUP_STEPS)
     # Rank 0 decides how many steps, because the ranks would not agree about the time.
     (step_seconds,) = world.broadcast([statistics.median(warmup)])
@@ -60,15 +58,18 @@ def measure(case: Mapping[str, Any], spec: Mapping[str, Any], world: World) -> d
         timer.run(0.0, math.ceil(world.broadcast([left])[0] / step_seconds))
     world.barrier()
     joules, began = _joules(device), time.perf_counter()
-    seconds, _ = timer.run(0.0, max(MIN_STEPS, math.ceil(float(spec["seconds"]) / step_seconds)))
+    steps = max(MIN_STEPS, math.ceil(float(spec["seconds"]) / step_seconds))
+    seconds, readings = timer.run(0.0, steps)
     elapsed, used = time.perf_counter() - began, _joules(device)
     peaks = world.gather(memory_peaks(device)["peak_allocated_bytes"])
+    clocks = [float(reading["sm_mhz"]) for reading in readings if reading["sm_mhz"] is not None]
     watts = world.gather(None if joules is None or used is None else (used - joules) / elapsed)
     row = {
         **{name: config.batch.tokens / quantile(seconds, 1 - share) for name, share in _SHARES.items()},
         "steps": len(seconds),
         "peak_gib": [round(peak / 2**30, 3) for peak in peaks if peak is not None],
         "watts": [round(value, 1) for value in watts if value is not None],
+        "sm_mhz": world.gather(round(statistics.fmean(clocks)) if clocks else None),
         "step_seconds_of_ranks": [round(x, 6) for x in world.gather(statistics.median(seconds))],
         "micro_tokens": prepared.fit.micro_rows * config.batch.sequence_length,
         "compile": prepared.mode,
@@ -78,22 +79,46 @@ def measure(case: Mapping[str, Any], spec: Mapping[str, Any], world: World) -> d
         "finite": timer.finite,
     }
     if spec["profile"]:
-        row["profile"] = _profile(timer.launch, world)
+        row["profile"] = world.gather(_profile(timer, row["step_seconds_of_ranks"][world.rank], world))
     return row
 
 
 _SHARES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 
 
-def _profile(launch: Callable[[], object], world: World) -> dict[str, float]:
-    """Return the milliseconds per step of NCCL's kernels on rank 0, and of those during which nothing else runs."""
-    if not world.is_rank_zero:
-        for _ in range(1 + PROFILED_STEPS):
-            launch()
-        torch.cuda.synchronize(world.device)
-        return {}
-    events = step_profile.record(launch, PROFILED_STEPS, world.device)
-    return communication(step_profile.activities(events, world.device.type), PROFILED_STEPS)
+class ClockSensors(environment_record.Sensors):
+    """Sensors that also read the clock of the multiprocessors in MHz, which falls at the power limit."""
+
+    def __init__(self, device: torch.device):
+        super().__init__(device)
+        self._card = NvmlDevice.from_torch(device) if device.type == "cuda" else None
+
+    def read(self) -> dict[str, Any]:
+        """Return the readings of `Sensors`, and "sm_mhz"."""
+        if self._card is None:
+            return {**super().read(), "sm_mhz": None}
+        import pynvml
+
+        clock = query(pynvml.nvmlDeviceGetClockInfo, self._card.handle, pynvml.NVML_CLOCK_SM)
+        return {**super().read(), "sm_mhz": clock}
+
+
+def _profile(timer: StepTimer, step_seconds: float, world: World) -> dict[str, Any]:
+    """Return what a trace of a few steps says of this rank: `communication`, and milliseconds by kind of kernel.
+
+    Every rank traces its own steps, because the slowest card decides, and the others wait for it in NCCL's kernels.
+    """
+    stepper = timer.stepper
+    optimizer = stepper.optimizer
+    stepper.optimizer = step_profile.MarkedOptimizer(optimizer)  # type: ignore[assignment]
+    try:
+        events = step_profile.record(timer.launch, PROFILED_STEPS, world.device)
+    finally:
+        stepper.optimizer = optimizer
+    activities = step_profile.activities(events, world.device.type)
+    split = step_profile.split(activities, PROFILED_STEPS, 1000 * step_seconds, world.device.type)
+    kinds = {kind: round(values["ms"], 3) for kind, values in split["kinds"].items()}
+    return {**communication(activities, PROFILED_STEPS), "kinds_ms": kinds}
 
 
 def communication(activities: Sequence[step_profile.Activity], steps: int) -> dict[str, float]:

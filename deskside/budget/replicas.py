@@ -11,7 +11,9 @@ backward computes last.
     new weight                                 4 (2 if it is stored in bfloat16)
 
 A ring's all-reduce sends every weight twice, less one n-th. A reduce and a broadcast to or from one GPU pass on every
-weight once. Not modelled: the multiprocessors that NCCL takes from the passes.
+weight once. What passes lose while gradients travel beside them was measured on two H200 (docs/log.md, 2026-11-28):
+eight cases of 124m and 340m took 2.4 % longer (median; 0.9 to 3.2) than the slower card alone, besides what is exposed.
+It was the same with 4, 16 and all of NCCL's blocks, and through host memory.
 """
 
 from dataclasses import dataclass
@@ -19,6 +21,8 @@ from dataclasses import dataclass
 from deskside.budget.sizes import Sizes
 from deskside.budget.step_spec import StepSpec
 
+CONTENTION = 0.024  # by which the last pass of replicas is longer while gradients are summed beside it
+SLOWEST_CARD = 0.012  # by which the slower of two H200 was slower than their mean; all wait for it
 BUCKET_WEIGHTS = 2**22  # gradients of at least so many weights are summed alone, in place; a test compares
 # Buckets whose memory is in use at once, if gradients are sent in another format than their own.
 IN_FLIGHT = 3

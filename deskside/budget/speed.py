@@ -27,7 +27,7 @@ from deskside.budget.host import HostTimes, host_seconds, overlapped_seconds
 from deskside.budget.host_memory import host_gradient_bytes, offloaded_activation_bytes
 from deskside.budget.operators.operator import PRODUCTS, TRAFFIC, Operator
 from deskside.budget.operators.step import step_operators
-from deskside.budget.replicas import exchange
+from deskside.budget.replicas import CONTENTION, SLOWEST_CARD, exchange
 from deskside.budget.shape import Shape
 from deskside.budget.sizes import Sizes
 from deskside.budget.states import state_bytes, trained_weights
@@ -241,9 +241,10 @@ def forwards_per_pass(spec: StepSpec) -> int:
 
 
 def exposed_communication(shape: Shape, spec: StepSpec, rates: Rates, seconds: Mapping[str, float]) -> float:
-    """Return by how much the sums of gradients take longer than the last backward, and new weights than the forward.
+    """Return the seconds that replicas add to a step beside the sums that nothing can cover.
 
-    seconds: `item_seconds`.
+    They are what the sums of gradients take longer than the last backward, and new weights than the forward, what the
+    sums take from the last pass, and what all wait for the slowest card. seconds: `item_seconds`.
     """
     if spec.gpus == 1 or spec.sharded:
         return 0.0
@@ -253,9 +254,12 @@ def exposed_communication(shape: Shape, spec: StepSpec, rates: Rates, seconds: M
     one_pass = sum(value for item, value in seconds.items() if item not in outside) / spec.accumulation
     forward = one_pass / forwards_per_pass(spec)
     link = rates.link_bandwidth
-    return max(0.0, sent.in_backward / link - (one_pass - forward)) + max(
-        0.0, sent.in_forward / link - forward
+    beyond = max(0.0, sent.in_backward / link - (one_pass - forward))
+    beyond += max(0.0, sent.in_forward / link - forward)
+    computing = sum(
+        value for item, value in seconds.items() if item not in ("communication", "offload", "host")
     )
+    return beyond + CONTENTION * one_pass + SLOWEST_CARD * computing
 
 
 def tokens_per_second(shape: Shape, spec: StepSpec, rates: Rates) -> float:

@@ -23,7 +23,7 @@ MEMORY_SOURCE = (
 )
 Range = tuple[float, float, float]  # low, expected, high
 Fits = Literal["fits", "tight", "no"]
-LINK_SPREAD = 0.5  # error of the communication time, as a share: no run on several GPUs was measured
+LINK_SPREAD = 0.5  # error of the communication time, as a share: only two H200 over NVLink were measured
 # Error of the host time, as a share. Keys: whether `deskside probe` timed this machine's host. Processors differ by a
 # factor of two; trials of one study on one host differed by +-13 % (docs/performance.md, "Small passes").
 HOST_SPREAD = {True: 0.15, False: 0.5}

@@ -220,10 +220,11 @@ def _speed(plan: Plan, shown: StepEstimate, item: str) -> list[Line]:
         lines += explained("transfers beside the computation, beyond its time", exposed, "s", nothing)
         times.append(leaf("transfers beyond it", exposed))
     if item == "communication" and spec.gpus > 1 and not spec.sharded:
-        exposed = exposed_communication(shape, spec, rates, item_seconds(shape, spec, rates))
-        nothing = "none: it takes less time than the passes"
-        lines += explained("gradients and weights beside passes, beyond their time", exposed, "s", nothing)
-        times.append(leaf("exchange beyond it", exposed))
+        added = exposed_communication(shape, spec, rates, item_seconds(shape, spec, rates))
+        lines += explained(
+            "gradients and weights beside passes, and waiting for the slowest card", added, "s"
+        )
+        times.append(leaf("exchange beside the passes", added))
     if not times:
         return explained(item, 0.0, "s", nothing="none in this run")
     if len(stages) == 1:

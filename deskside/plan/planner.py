@@ -229,7 +229,7 @@ def _notes(request: PlanRequest, chosen: Band | None) -> list[str]:
             name = "NVLink or Infinity Fabric" if gpu.fabric_bandwidth is not None else f"PCIe {gpu.pcie}"
             link = f"{name}, modelled from the data sheet"
         rate = number(request.calibration.rates.link_bandwidth / 1e9)
-        notes.append(f"communication: {rate} GB/s of {link}; no run on several GPUs was measured")
+        notes.append(f"communication: {rate} GB/s of {link}; of several GPUs, only two H200 were measured")
     if reports := request.calibration.reports:
         notes.append(
             f"this card was not probed here: its speed comes from {plural(len(reports), 'report')} by other owners, "

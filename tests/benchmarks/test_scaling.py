@@ -29,9 +29,10 @@ def test_a_forecast_and_its_error() -> None:
     expected = scaling.forecast(two, "h200")
     speed = expected["tokens_per_second"]
     assert expected["case"] == two.name and speed["low"] < speed["expected"] < speed["high"]
+    traces = [{"exposed_ms": 1.25, "compute_ms": 9.0}, {"exposed_ms": 3.0, "compute_ms": 7.0}]
     rows = [
         {"case": case.name, **vars(case), "p10": p50 - 1, "p50": p50, "p90": p50 + 1, "peak_gib": [20.5, 20.0],
-         "watts": [700.0] * case.gpus, "profile": {"exposed_ms": 1.25}}
+         "watts": [700.0] * case.gpus, "profile": traces}
         for case, p50 in ((one, 700_000.0), (one, 655_360.0), (one, 640_000.0), (two, 1_250_000.0))
     ]  # fmt: skip
     bus = [{"gpus": 2, "p2p": True, "bytes": size, "bus_bandwidth": size * 1e3} for size in (1, 2**29)]

@@ -243,7 +243,7 @@ def test_a_long_sequence_needs_more(sequence: int) -> None:
 
 
 def test_between_gpus_the_range_is_wider_and_the_link_is_named() -> None:
-    """No run on several GPUs was measured here, so half of the communication time is added to the uncertainty."""
+    """Only two H200 were measured together, so half of the communication time is added to the uncertainty."""
     known = made.calibration(spread=0.2)
     spreads = {}
     for gpus, link in ((1, 20e9), (4, 20e9), (4, 2e9)):
@@ -259,7 +259,7 @@ def test_between_gpus_the_range_is_wider_and_the_link_is_named() -> None:
         assert found.speed_spread == pytest.approx(1 - low / expected)
         spreads[gpus, link] = found.speed_spread
         what = f"{link / 1e9:.0f} GB/s of PCIe 4.0 x16, modelled from the data sheet"
-        told = f"communication: {what}; no run on several GPUs was measured"
+        told = f"communication: {what}; of several GPUs, only two H200 were measured"
         assert (told in plan.notes) == (gpus > 1)
     assert spreads[1, 20e9] == pytest.approx(0.2)
     assert spreads[1, 20e9] < spreads[4, 20e9] < spreads[4, 2e9] < 1
