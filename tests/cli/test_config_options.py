@@ -348,7 +348,8 @@ def test_help_has_every_key_within_80_columns(
     joined = " ".join(text.split())
     muon, adamw = MuonConfig().lr, AdamWConfig().lr
     assert f"(default: {muon}; adamw: {adamw})" in joined  # defaults that differ between alternatives
-    assert f"(default: {MuonConfig().head_lr}; adamw: none)" in joined
+    assert MuonConfig().head_lr == AdamWConfig().head_lr
+    assert f"the output head (AdamW) (default: {MuonConfig().head_lr})" in joined  # the same in both
     assert "--optim.name {muon,adamw}" in joined
     assert "Newton-Schulz iterations (muon only; default: 5)" in joined
 

@@ -36,7 +36,7 @@ def train(model: nn.Module, optimizer: Optimizer, steps: range, skip: bool = Fal
 
 
 def test_adamw_equals_torch_in_float64() -> None:
-    config = AdamWConfig(lr=0.01, embedding_lr=None, weight_decay=0.3, betas=(0.7, 0.9))
+    config = AdamWConfig(lr=0.01, embedding_lr=None, head_lr=None, weight_decay=0.3, betas=(0.7, 0.9))
     model, oracle_model = make(dtype=torch.float64), make(dtype=torch.float64)
     optimizer = build(model, config, NO_SCALING)
     matrices = [p for p in oracle_model.parameters() if p.ndim >= 2]
@@ -105,7 +105,12 @@ def test_fifty_clipped_scaled_and_skipped_steps_of_a_transformer_equal_torch() -
 def test_cautious_decay_of_tables_and_of_adamw_in_float64() -> None:
     """Each weight that decays is written out. A skipped step changes no bit."""
     adamw = AdamWConfig(
-        lr=0.01, embedding_lr=None, weight_decay=2.0, betas=(0.7, 0.9), cautious_weight_decay=True
+        lr=0.01,
+        embedding_lr=None,
+        head_lr=None,
+        weight_decay=2.0,
+        betas=(0.7, 0.9),
+        cautious_weight_decay=True,
     )
     tables = MuonConfig(
         embedding_lr=0.01, head_lr=0.01, table_weight_decay=2.0, betas=(0.7, 0.9), eps=1e-8,
@@ -164,7 +169,7 @@ def test_groups_scaling_and_schedules() -> None:
 
 def test_rates_and_decay_of_adamw() -> None:
     scaling = Scaling(lr=0.5, embedding_lr=0.25, weight_decay=2.0)
-    config = AdamWConfig(lr=0.01, embedding_lr=None, weight_decay=0.1)
+    config = AdamWConfig(lr=0.01, embedding_lr=None, head_lr=None, weight_decay=0.1)
     common = {"matrix": 0.0025, "embedding": 0.0025, "head": 0.0025, "vectors": 0.0025}
     for options, rates, decay in (
         ({}, {}, [0.2, 0.2, 0.2, 0.0]),
@@ -178,8 +183,9 @@ def test_rates_and_decay_of_adamw() -> None:
     tied = build(make(tied=True), config.model_copy(update={"embedding_lr": 0.4, "head_lr": 0.08}), scaling)
     tied.set_progress(1.0, 0.0, 0)
     assert tied.lr_groups() == pytest.approx({"matrix": 0.0025, "head": 0.02, "vectors": 0.0025})
-    assert AdamWConfig().embedding_lr == 0.1 and AdamWConfig(scale=False).embedding_lr is None
-    assert AdamWConfig(scale=False, embedding_lr=0.2).embedding_lr == 0.2
+    for name, default in (("embedding_lr", 0.1), ("head_lr", 0.008)):
+        assert getattr(AdamWConfig(), name) == default and getattr(AdamWConfig(scale=False), name) is None
+        assert getattr(AdamWConfig.model_validate({"scale": False, name: 0.2}), name) == 0.2
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=IDS)

@@ -24,7 +24,9 @@ EMA: dict[str, Any] = {
     "ema_nesterov_start": START,
     "ema_nesterov_until": UNTIL,
 }
-ADAMW = AdamWConfig(lr=LR, embedding_lr=None, weight_decay=0.0, betas=(0.9, 0.95), grad_clip=0.0, **EMA)
+ADAMW = AdamWConfig(
+    lr=LR, embedding_lr=None, head_lr=None, weight_decay=0.0, betas=(0.9, 0.95), grad_clip=0.0, **EMA
+)
 
 
 def lr_factor(step: int) -> float:

@@ -24,7 +24,7 @@ EXPERTS: dict[str, Any] = {
 }
 BIASED = {**EXPERTS, "scoring_func": "sigmoid", "router_bias_update_rate": 0.01, "router_aux_loss_coef": 0.0}
 CHANGES: dict[str, Any] = {
-    "optim": {"name": "adamw", "lr": 2e-3, "embedding_lr": None},
+    "optim": {"name": "adamw", "lr": 2e-3, "embedding_lr": None, "head_lr": None},
     "schedule": {"length": "30 steps"},
     "checkpoint": {"keep": 9},
 }
