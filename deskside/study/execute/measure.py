@@ -15,7 +15,7 @@ from deskside.budget.shape import num_params
 from deskside.config.dimensions import projection_sizes
 from deskside.config.recipes import recipe_named
 from deskside.config.run import RunConfig
-from deskside.run.record import emulated, mapping, number, read_metrics, read_object
+from deskside.run.record import emulated, has_known_peak, mapping, number, read_metrics, read_object
 
 CURVE_POINTS = 200
 ROW_TOKENS_PER_TEXT_TOKEN = 1.25  # upper bound; rows also contain padding and document ends
@@ -55,6 +55,7 @@ def measure(run: Path, config: RunConfig) -> Measured:
     rows = [row for row in read_metrics(run).rows if number(row.get("tokens")) is not None]
     steps = _steps(rows)
     summary, plan = read_object(run / "summary.json")[0], read_object(run / "plan.json")[0]
+    machine = read_object(run / "environment.json")[0]
     metrics: dict[str, float | None] = {
         "parameters": float(num_params(config.model)),
         "parameters_quantized": float(quantized_parameters(config)),
@@ -74,11 +75,13 @@ def measure(run: Path, config: RunConfig) -> Measured:
         metrics["tokens_per_second"] = speed = number(summary.get("tokens_per_second")) or _speed(steps)
         if metrics["watts"] is not None and speed:
             metrics["joules_per_token"] = metrics["watts"] / speed
+    if not has_known_peak(machine):
+        metrics.pop("mfu", None)
     return Measured(
         metrics={key: float(value) for key, value in metrics.items() if value is not None},
         curve=_curve(steps, metrics.get("val_bpb") if _evaluates_whole_split(summary, config) else None),
         emulated=emulated(mapping(plan.get("precision"))),
-        machine=read_object(run / "environment.json")[0],
+        machine=machine,
     )
 
 
