@@ -29,7 +29,6 @@ going on with as many GPUs (equal to the last bit) and with --then GPUs (equal u
 
 import argparse
 import dataclasses
-import itertools
 import json
 import os
 import shutil
@@ -41,98 +40,16 @@ import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.scaling_cases import TOKENS, Case, cases, forecast
+from benchmarks.scaling_table import table
 from benchmarks.step import configuration_keys
-from deskside.budget.shape import num_params
-from deskside.config.merge import build
-from deskside.config.presets import for_pretraining
-from deskside.plan.planner import make_plan
-from deskside.plan.question import PlanQuestion
-from deskside.plan.request import make_request
 from deskside.utils.child_process import cpu_cores
 from deskside.utils.errors import UsageError
 
-TOKENS = 65_536  # for each GPU, and of the smaller batch for all
-LARGE = 524_288  # of the larger batch for all
-PRECISIONS = {"bf16": {"name": "bf16"}, "fp8": {"name": "fp8", "head": "fp8"}}
-PRESETS = ("124m", "340m")
-SHARDED = ("1.3b", "indicmoe-3b")
-SHARDED_TOKENS = 32_768  # for each GPU
-SHARED_ROWS = ("340m", "indicmoe-3b")
-ROW_TOKENS = 65_536  # of a row that all GPUs share
 POLL_SECONDS = 0.2
-
-
-@dataclass(frozen=True)
-class Case:
-    """A training configuration and its number of GPUs.
-
-    tokens: of a step, on all GPUs together. mode: replicate, shard (FSDP2), or context, one row that all GPUs share.
-    """
-
-    preset: str
-    optimizer: str
-    precision: str
-    gpus: int
-    tokens: int
-    mode: str = "replicate"
-    p2p: bool = True
-
-    @property
-    def name(self) -> str:
-        """A name such as 124m-muon-bf16-8x65536."""
-        parts = [self.preset, self.optimizer, self.precision, f"{self.gpus}x{self.tokens // self.gpus}"]
-        return "-".join(parts + [self.mode] * (self.mode != "replicate") + ["no-p2p"] * (not self.p2p))
-
-    @property
-    def alone(self) -> "Case":
-        """The case of one GPU by which the efficiency is measured: as many tokens for each GPU, or the same row."""
-        if self.mode == "context":
-            return dataclasses.replace(self, gpus=1, p2p=True)
-        return dataclasses.replace(self, gpus=1, tokens=self.tokens // self.gpus, mode="replicate", p2p=True)
-
-    def config(self) -> dict[str, dict[str, Any]]:
-        """Return the configuration on top of the preset."""
-        config: dict[str, dict[str, Any]] = {
-            "optim": {"name": self.optimizer},
-            "precision": PRECISIONS[self.precision],
-            "batch": {"tokens": self.tokens},
-        }
-        if self.mode == "context":
-            config["batch"]["sequence_length"] = self.tokens
-            config["model"] = {"max_position_embeddings": self.tokens}
-        if self.gpus > 1:
-            context = self.mode == "context"
-            config["parallel"] = {"context": self.gpus} if context else {"mode": self.mode}
-        return config
-
-
-def cases(gpus: Sequence[int], p2p: bool = True) -> list[Case]:
-    """Return the cases with those of one GPU by which their efficiency is measured, the most important ones first."""
-    kinds = list(itertools.product(PRESETS, ("adamw", "muon"), PRECISIONS))
-    found: dict[Case, None] = {}  # a set in the order of insertion
-    for tokens_of in (lambda number: number * TOKENS, lambda number: TOKENS, lambda number: LARGE):
-        for (preset, optimizer, precision), number in itertools.product(kinds, gpus):
-            case = Case(preset, optimizer, precision, number, tokens_of(number), p2p=p2p or number == 1)
-            found |= {case: None, case.alone: None}
-    if p2p:
-        for preset, number in itertools.product(SHARDED, gpus):
-            mode = "shard" if number > 1 else "replicate"
-            found[Case(preset, "adamw", "bf16", number, number * SHARDED_TOKENS, mode=mode)] = None
-        for preset, number in itertools.product(SHARED_ROWS, gpus):
-            found[Case(preset, "adamw", "bf16", number, ROW_TOKENS, mode="context")] = None
-    return list(found)
-
-
-def forecast(case: Case, gpu: str) -> dict[str, Any]:
-    """Return what the planner expects: tokens per second and needed GiB, each as {low, expected, high}."""
-    question = PlanQuestion(gpu=gpu, gpus=case.gpus, preset=case.preset, hours=1.0)
-    band = make_plan(make_request(question, case.config())).to_json()["bands"][0]
-    needed = {key: value / 2**30 for key, value in band["memory"]["needed"].items()}
-    return {"case": case.name, "tokens_per_second": band["speed"]["tokens_per_second"], "needed_gib": needed}
 
 
 def measure(options: argparse.Namespace, p2p: bool) -> None:
@@ -151,7 +68,7 @@ def measure(options: argparse.Namespace, p2p: bool) -> None:
             and (p2p or number > 1)
         ]
         # The usual cases of one GPU are measured on each of them.
-        everywhere = [case for case in todo if case.gpus == 1 and case.tokens == TOKENS]
+        everywhere = [case for case in todo if case.is_usual]
         others = [case for case in todo if case not in everywhere]
         groups = max(options.gpus) // number
         shares = [everywhere + others[group::groups] for group in range(groups)]
@@ -299,77 +216,6 @@ def resume(options: argparse.Namespace) -> dict[str, Any]:
         "largest_relative_difference": differences,
         "tokens_per_second": statistics.median(speeds),
     }
-
-
-def table(
-    rows: Sequence[dict[str, Any]],
-    forecasts: Sequence[dict[str, Any]],
-    bandwidths: Sequence[dict[str, Any]] = (),
-) -> list[str]:
-    """Return the lines of a Markdown table: each case, measured beside the forecast."""
-    by_case: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        by_case.setdefault(row["case"], []).append(row)
-    expected = {row["case"]: row for row in forecasts}
-    heads = ("case", "tokens/s", "p10 to p90", "efficiency", "slowest", "longer ms", "exposed ms")
-    heads += ("bus GB/s", "watts", "GiB", "forecast", "error", "forecast GiB")
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    for name, of_case in sorted(by_case.items(), key=lambda item: _order(item[1][0])):
-        row = _median_card(of_case)
-        case = Case(**{field.name: row[field.name] for field in dataclasses.fields(Case)})
-        efficiency = slowest = longer = ""
-        if case.gpus > 1 and (alone := by_case.get(case.alone.name)):
-            one = _median_card(alone)["p50"]
-            efficiency = f"{row['p50'] / (case.gpus * one):.1%}"
-            if len(alone) > 1:
-                slowest = f"{row['p50'] / (case.gpus * min(card['p50'] for card in alone)):.1%}"
-            longer = f"{1000 * case.tokens * (1 / row['p50'] - 1 / (case.gpus * one)):.2f}"
-        guess = expected.get(name)
-        speed = guess and guess["tokens_per_second"]["expected"]
-        cells = [
-            name,
-            f"{row['p50']:,.0f}",
-            f"{row['p10']:,.0f} to {row['p90']:,.0f}",
-            efficiency,
-            slowest,
-            longer,
-            _exposed(row) if case.gpus > 1 else "",
-            _bus(case, bandwidths),
-            f"{sum(row['watts']):,.0f}" if row["watts"] else "",
-            f"{max(row['peak_gib']):.1f}",
-            f"{speed:,.0f}" if speed else "",
-            f"{speed / row['p50'] - 1:+.1%}" if speed else "",
-            f"{guess['needed_gib']['expected']:.1f}" if guess else "",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def _order(row: dict[str, Any]) -> tuple[Any, ...]:
-    per_gpu = row["tokens"] // row["gpus"]
-    return row["preset"], row["optimizer"], row["precision"], not row["p2p"], -per_gpu, row["gpus"]
-
-
-def _median_card(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the row of one card with the median speed of all."""
-    speeds = {name: statistics.median(row[name] for row in rows) for name in ("p10", "p50", "p90")}
-    return {**rows[0], **speeds, "watts": [statistics.fmean(sum(row["watts"]) for row in rows)]}
-
-
-def _exposed(row: dict[str, Any]) -> str:
-    """Return the exposed communication of the rank that computes longest. Old rows have the profile of rank 0 only."""
-    profiles = row.get("profile") or []
-    profiles = profiles if isinstance(profiles, list) else [profiles]
-    slowest = max(profiles, key=lambda profile: profile["compute_ms"], default=None)
-    return "" if slowest is None else f"{slowest['exposed_ms']:.2f}"
-
-
-def _bus(case: Case, rows: Sequence[dict[str, Any]]) -> str:
-    """Return the bandwidth of an all-reduce of the size that is closest to that of the case's gradients."""
-    size = 4 * num_params(build(for_pretraining(case.preset)).model)
-    found = [row for row in rows if row["gpus"] == case.gpus and row["p2p"] == case.p2p]
-    nearest = min(found, key=lambda row: abs(row["bytes"] - size), default=None)
-    return "" if nearest is None else f"{nearest['bus_bandwidth'] / 1e9:.1f}"
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

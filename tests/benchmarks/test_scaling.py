@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import scaling, scaling_worker
-from benchmarks.scaling import Case
+from benchmarks import scaling, scaling_cases, scaling_worker
+from benchmarks.scaling_cases import Case, cases, forecast
+from benchmarks.scaling_table import table
 from benchmarks.step_profile import Activity
 from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.prepare import prepare
@@ -14,19 +15,19 @@ from tests.train.tiny_run import ONE_THREAD, SHAPE, write_text
 
 
 def test_cases_have_those_of_one_gpu_beside_them() -> None:
-    found = scaling.cases((1, 2, 4, 8))
+    found = cases((1, 2, 4, 8))
     assert len(set(found)) == len(found) == len({case.name for case in found})
     assert all(case.alone in found for case in found if case.mode == "replicate")
     assert {case.tokens // case.gpus for case in found[:24]} == {65_536}  # the most important ones first
     for tokens in (8 * 65_536, 65_536):
         assert Case("124m", "muon", "fp8", 8, tokens) in found
-    slow = [case for case in scaling.cases((1, 2), p2p=False) if not case.p2p]
+    slow = [case for case in cases((1, 2), p2p=False) if not case.p2p]
     assert slow and all(case.gpus == 2 and case.alone.p2p for case in slow)
 
 
 def test_a_forecast_and_its_error() -> None:
     one, two = (Case("124m", "adamw", "bf16", gpus, gpus * 65_536) for gpus in (1, 2))
-    expected = scaling.forecast(two, "h200")
+    expected = forecast(two, "h200")
     speed = expected["tokens_per_second"]
     assert expected["case"] == two.name and speed["low"] < speed["expected"] < speed["high"]
     traces = [{"exposed_ms": 1.25, "compute_ms": 9.0}, {"exposed_ms": 3.0, "compute_ms": 7.0}]
@@ -36,7 +37,7 @@ def test_a_forecast_and_its_error() -> None:
         for case, p50 in ((one, 700_000.0), (one, 655_360.0), (one, 640_000.0), (two, 1_250_000.0))
     ]  # fmt: skip
     bus = [{"gpus": 2, "p2p": True, "bytes": size, "bus_bandwidth": size * 1e3} for size in (1, 2**29)]
-    line = [cell.strip() for cell in scaling.table(rows, [expected], bus)[-1].strip("|").split("|")]
+    line = [cell.strip() for cell in table(rows, [expected], bus)[-1].strip("|").split("|")]
     assert line[0] == two.name and line[3:7] == ["95.4%", "97.7%", "4.86", "1.25"]
     assert line[7:10] == ["536.9", "1,400", "20.5"]
     assert line[11] == f"{speed['expected'] / 1_250_000 - 1:+.1%}"
@@ -67,7 +68,7 @@ def test_measured_rows_and_resumed_runs(
         ("SHARED_ROWS", ("demo",)),
         ("ROW_TOKENS", 128),
     ):
-        monkeypatch.setattr(scaling, constant, made)
+        monkeypatch.setattr(scaling_cases, constant, made)
     write_text(tmp_path / "text.txt")
     prepare([str(tmp_path / "text.txt")], tmp_path / "data", CorpusOptions(vocab_size=300))
     model = [f"--model.{key}={value}" for key, value in SHAPE.items()]
