@@ -14,7 +14,10 @@ from deskside.run.record import flatten
 from deskside.study.spec import parse_spec
 from deskside.study.spec.expand import PlannedArm, expand
 
-OWN = ("adamw", "architecture", "batch", "experts", "matrix16", "memory", "optimizer", "precision")
+OWN = (
+    "adamw", "architecture", "batch", "expert-formats", "experts", "languages", "matrix16", "memory", "optimizer",
+    "precision",
+)  # fmt: skip
 QUICK = [f"{name}-quick" for name in OWN]
 
 
