@@ -13,7 +13,7 @@ backward computes last.
 A ring's all-reduce sends every weight twice, less one n-th. A reduce and a broadcast to or from one GPU pass on every
 weight once. What passes lose while gradients travel beside them was measured on two H200 (docs/log.md, 2026-11-28):
 eight cases of 124m and 340m took 2.4 % longer (median; 0.9 to 3.2) than the slower card alone, besides what is exposed.
-It was the same with 4, 16 and all of NCCL's blocks, and through host memory.
+It was the same with 4 and with 16 of NCCL's blocks, and without P2P, through host memory.
 """
 
 from dataclasses import dataclass
