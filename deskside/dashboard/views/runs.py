@@ -44,9 +44,11 @@ def show(context: Context) -> None:
             st.rerun()
         _draw_table(context, rows, row_filter)
 
-    refresh()
+    table = st.container()
     first, second = st.columns((1, 3), vertical_alignment="center")
-    # Not in the fragment: its file would be replaced between a click and the browser's request for it.
+    # Not in the fragment: its file would be replaced between a click and the browser's request for it. And drawn before
+    # the table: whoever sees the rows of a new filter and clicks must not ask for the file of the old one, which is
+    # gone once the page is drawn.
     first.download_button(
         "Rows as CSV",
         lambda: run_table.to_csv([row for row in _rows(context.root) if row_filter.passes(row)]),
@@ -55,6 +57,8 @@ def show(context: Context) -> None:
         on_click="ignore",
     )
     second.caption(f"Measured. Cost: {run_table.cost_note()}.")
+    with table:
+        refresh()
     if problems:
         with st.expander(f"{plural(len(problems), 'directory')} could not be read completely"):
             st.dataframe(problems, hide_index=True, width="stretch")
