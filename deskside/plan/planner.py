@@ -333,12 +333,12 @@ def _law_notes(request: PlanRequest, chosen: PlannedBand) -> list[str]:
     repeats = candidate.tokens[1] > MAX_EPOCHS * (request.unique_tokens or math.inf)
     overfits = "; a run that overfits ends higher, and this one does not keep its best checkpoint"
     overfits = overfits if repeats and not _keeps_best(chosen) else ""
-    bound = f"unigrams have {text.unigram:.3f} bits per byte on this text"
+    bound = f"the {text.unigram:.3f} of unigrams on this text"
     if text.untrained is not None:
-        bound = f"an untrained model has {text.untrained:g} bits per byte"
+        bound = f"the {text.untrained:g} of an untrained model"
     return [
         f"the loss is a rough guess, between {candidate.forecast[0]:.2f} and {candidate.forecast[2]:.2f} bits per "
-        f"byte: {bound}, the upper bound of this range, and the loss law was not fitted to runs like this one"
+        f"byte, which is kept below {bound}: the loss law was not fitted to runs like this one"
         f"{'' if not outside else ', of ' + ', '.join(outside)}{overfits}"
     ]
 
