@@ -188,6 +188,9 @@ class GraphedPass:
         self._converted: list[ConvertedWeight] = []
         self._captured: _Captured | None = None
         self._stopped = False  # nothing is captured any more in this run
+        self._only_single_passes = (
+            True  # no pass of a step so far may be replayed, and nothing was said about it
+        )
         self._weights: tuple[int, ...] = ()
         self._dry = self._converted_in_step = False
         self._steps = 0  # completed ones of this kind with passes without a graph
@@ -201,6 +204,12 @@ class GraphedPass:
         self._weights = tuple(parameter.data_ptr() for parameter in self._parameters)
         self._steps += int(self._ran_in_step)
         self._dry, self._converted_in_step, self._ran_in_step = dry, False, False
+        if self._steps == WARM_UP_STEPS and self._only_single_passes:
+            self._only_single_passes = False
+            self._event(
+                "compute.cuda_graph: steps of a single pass are not captured, as their gradients are sent to the other "
+                "GPUs while it runs"
+            )
 
     def begin_passes(self) -> Tensor:
         """Begin the sums of a step, and return them."""
@@ -209,6 +218,8 @@ class GraphedPass:
     def run(self, batch: Batch, may_replay: bool = True) -> None:
         """Run the pass of a micro-batch. may_replay: False for a pass that needs its hooks."""
         inputs = self._load(batch)
+        if may_replay:
+            self._only_single_passes = False
         if self._captured is None and may_replay and self._should_capture():
             try:
                 self._capture(inputs)
@@ -282,7 +293,9 @@ class GraphedPass:
             error.__traceback__ = None  # it keeps the tensors of the pass alive
             failure = _CaptureFailed(f"not enough memory to capture a pass ({str(error).split('.')[0]})")
         except RuntimeError as error:
-            reason = next(iter(str(error).splitlines()), type(error).__name__)
+            # A capture that also cannot be ended hides why it failed.
+            cause = error.__context__ if isinstance(error.__context__, torch.OutOfMemoryError) else error
+            reason = next(iter(str(cause).splitlines()), type(cause).__name__)
             raise RunError(
                 f"compute.cuda_graph: a pass of this run cannot be captured ({reason}); use --compute.cuda_graph off"
             ) from error

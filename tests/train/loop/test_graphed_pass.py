@@ -330,6 +330,15 @@ def test_the_last_pass_of_replicas_is_not_replayed() -> None:
     assert len(lines) == 1 and Checking.made[0].replays == (STEPS - 2) * 4  # three passes and the conversion
 
 
+def test_replicas_with_one_pass_say_that_nothing_is_captured() -> None:
+    run, lines = graphed(Checking, "bf16")
+    original = run.graphed.run  # type: ignore[union-attr]
+    run.graphed.run = lambda batch, may_replay: original(batch, False)  # type: ignore[union-attr, method-assign]
+    for step in range(STEPS):
+        one_step(run, step, 1)
+    assert len(lines) == 1 and "steps of a single pass are not captured" in lines[0]
+
+
 @pytest.mark.parametrize("pool", KINDS)
 def test_a_skipped_step_changes_nothing(pool: type[StandInPool], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Guard, "skip", lambda self, loss, norm, step: torch.tensor(float(step in (4, 6))))
