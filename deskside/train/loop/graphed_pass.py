@@ -97,6 +97,7 @@ class CudaGraphPool:
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
+        torch._C._cuda_clearCublasWorkspaces()  # those of the captures are in the pool
         gc.collect()
         torch.cuda.empty_cache()
 
