@@ -177,13 +177,13 @@ def test_every_attention_backend(attention: str, documents: bool, passes: int) -
     ],
 )
 def test_every_recipe(recipe: str, precision: dict[str, Any], documents: bool, passes: int) -> None:
-    attention = ("reference" if recipe == "fp32" else "varlen") if documents else "sdpa"
+    attention = "reference" if recipe == "fp32" else "varlen" if documents else "flash"
     compare(lambda: stepper(recipe, attention, **precision), passes, documents)
 
 
 def test_gradients_that_are_added_inside_products_differ_by_their_kernels_only() -> None:
     """The first pass adds to zeros, too, where it would have written the product. Later ones are the same."""
-    plain, run = (stepper("bf16", "sdpa", accumulate="fused") for _ in range(2))
+    plain, run = (stepper("bf16", "flash", accumulate="fused") for _ in range(2))
     run.use_graphs(print)
     expected, found = train(plain, 4, False), train(run, 4, False)
     for (loss, norm, _), (other, other_norm, _) in zip(found[:-1], expected[:-1], strict=True):
@@ -195,11 +195,11 @@ def test_a_skipped_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None
         return torch.full((), float(step in (5, 7)), device=loss.device)
 
     monkeypatch.setattr(Guard, "skip", skip)
-    compare(lambda: stepper("fp8-delayed", "sdpa"), 2, False)
+    compare(lambda: stepper("fp8-delayed", "flash"), 2, False)
 
 
 def test_a_loss_that_is_not_finite_is_seen() -> None:
-    run = stepper("bf16", "sdpa")
+    run = stepper("bf16", "flash")
     run.use_graphs(print)
     train(run, 2, False, steps=5)
     weight = run.model.layers[1].mlp.output.projection.weight  # type: ignore[union-attr]
@@ -225,7 +225,7 @@ def reserved() -> int:
 
 
 def test_memory_comes_back_when_a_graph_is_dropped() -> None:
-    run, lines = stepper("fp8-tensorwise", "sdpa"), list[str]()
+    run, lines = stepper("fp8-tensorwise", "flash"), list[str]()
     run.use_graphs(lines.append)
     train(run, 2, False, steps=2)
     before = reserved()
@@ -257,8 +257,8 @@ class Short(CudaGraphPool):
 def test_too_little_memory_for_a_capture() -> None:
     """The run says so and goes on, with the same numbers and without the memory of the failed capture."""
     wide = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4}
-    expected = train(stepper("bf16", "sdpa", wide), 2, False)
-    run, lines = stepper("bf16", "sdpa", wide), list[str]()
+    expected = train(stepper("bf16", "flash", wide), 2, False)
+    run, lines = stepper("bf16", "flash", wide), list[str]()
     run.use_graphs(lines.append, Short)
     try:
         train(run, 2, False, steps=2)
@@ -270,7 +270,7 @@ def test_too_little_memory_for_a_capture() -> None:
     assert found[:-1] == expected[2:-1] and is_same([found[-1]], [expected[-1]])
     run.optimizer.zero_grad()
     assert reserved() <= before + 2**22
-    again, lines = stepper("bf16", "sdpa", wide), list[str]()
+    again, lines = stepper("bf16", "flash", wide), list[str]()
     again.use_graphs(lines.append)
     assert_same(train(again, 2, False), expected)
     assert len(lines) == 1 and lines[0].startswith("captured")
@@ -285,7 +285,7 @@ def test_a_pass_that_waits_for_the_device_ends_the_run() -> None:
 
             return super().capture(waits)
 
-    run = stepper("bf16", "sdpa")
+    run = stepper("bf16", "flash")
     run.use_graphs(print, Waiting)
     with pytest.raises(RunError, match=r"compute\.cuda_graph: a pass of this run cannot be captured"):
         train(run, 1, False)
@@ -296,7 +296,7 @@ def test_a_pass_that_waits_for_the_device_ends_the_run() -> None:
 def test_the_host_launches_a_replay_sooner() -> None:
     seconds = {}
     for graphs in (False, True):
-        run = stepper("fp8-delayed", "sdpa", {"num_hidden_layers": 12})
+        run = stepper("fp8-delayed", "flash", {"num_hidden_layers": 12})
         if graphs:
             run.use_graphs(print)
         train(run, 4, False, steps=6)
@@ -322,7 +322,7 @@ def settings(data: Path, cuda_graph: str, /, **changes: Any) -> tiny_run.RunConf
         "precision": {"name": "bf16"},
         "batch": {"sequence_length": 128, "tokens": 2048, "micro_tokens": 512},
         "schedule": {"length": "16 steps"},
-        "compute": {"attention": "sdpa", "compile": "fused", "cuda_graph": cuda_graph},
+        "compute": {"attention": "flash", "compile": "fused", "cuda_graph": cuda_graph},
         "checkpoint": {"every": "6 steps"},
         "evaluate": {"every": "5 steps"},
     }
@@ -356,7 +356,7 @@ def same(run: Path, plain: Path, config: tiny_run.RunConfig | None = None) -> No
         ({**FP8, **DOCUMENTS}, 1),
         ({**FP8, "batch": {"micro_tokens": 2048}, "optim": {"name": "adamw", "lr": 3e-3}}, 1),
         ({"schedule": {"stages": STAGES}}, 2),
-        ({"compute": {"attention": "sdpa", "activation_checkpointing": "block"}}, 1),
+        ({"compute": {"attention": "flash", "activation_checkpointing": "block"}}, 1),
     ],
     ids=["bf16", "documents", "fp8 documents", "fp8 adamw", "stages", "recomputed"],
 )

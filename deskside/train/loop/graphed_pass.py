@@ -24,6 +24,7 @@ import gc
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -69,7 +70,7 @@ class CudaGraphPool:
     """CUDA graphs in a memory pool of torch's allocator."""
 
     def __init__(self, device: torch.device):
-        self.device = device
+        self.device, self._stream = device, _capture_stream(device)
         gc.collect()  # so that no collection during a capture frees anything
         torch.cuda.empty_cache()
         self._pool = torch.cuda.graph_pool_handle()
@@ -81,12 +82,11 @@ class CudaGraphPool:
         self._graphs.append(graph)
         try:
             # thread_local: the threads of the loader and of a checkpoint may use the device during the capture.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
                 work()
         finally:
-            torch.cuda.set_stream(
-                stream
-            )  # torch leaves its own stream current if the capture cannot be ended
+            # torch leaves the stream of the capture current if the capture cannot be ended.
+            torch.cuda.set_stream(stream)
         return graph
 
     def reserved_bytes(self) -> int:
@@ -97,9 +97,25 @@ class CudaGraphPool:
         for graph in self._graphs:
             graph.reset()
         self._graphs.clear()
-        torch._C._cuda_clearCublasWorkspaces()  # those of the captures are in the pool
         gc.collect()
         torch.cuda.empty_cache()
+
+
+@cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream on which passes are captured, with the workspaces of cuBLAS for it.
+
+    cuBLAS has a workspace for each stream and thread, which torch allocates at the first product and never frees. In a
+    capture, it would be in the pool, and keep it from being freed. The product here is computed in this thread, and its
+    gradient in autograd's.
+    """
+    stream, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream), torch.enable_grad():
+        x = torch.ones(16, 16, device=device, requires_grad=True)
+        torch.autograd.grad((x @ x).sum(), x)
+    current.wait_stream(stream)
+    return stream
 
 
 class TargetCount:
