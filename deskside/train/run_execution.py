@@ -155,9 +155,9 @@ class RunExecution:
             complete_row=self.meter.complete,
         )
         status = self.train(trainer)
+        self.stepper.release_graphs()
         if status != "finished":
             return self.stopped(status, trainer)
-        self.stepper.release_graphs()
         # The final model is evaluated with the configured window, not with the last stage's, and in high precision.
         self.stepper.set_window(None)
         self.context.precision.set_active(False)
