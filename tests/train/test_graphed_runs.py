@@ -9,8 +9,10 @@ import torch
 from deskside.config import merge, run_checks
 from deskside.config.run import RunConfig
 from deskside.data.reading.loader import Batch
+from deskside.probe.point import OPTIMIZER_RUNS, StepTimer, optimizer_seconds, prepare_step, random_batches
 from deskside.run.directory import RunDirectory
 from deskside.train import training_run
+from deskside.train.environment_record import Sensors
 from deskside.train.loop import graphed_pass
 from deskside.train.loop.callbacks import Callback
 from deskside.train.objective import RowDataset
@@ -102,6 +104,25 @@ def test_a_run_is_the_same(
     assert captures(run) == captured == len(pool.made) and captures(plain) == 0
     assert all(made.released for made in pool.made)  # before the final evaluation
     assert tiny_run.plan(run)["cuda_graph"] == "on" and "cuda_graph" not in tiny_run.plan(plain)
+
+
+def test_a_measured_step_is_replayed(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`benchmarks.step` and the probe time steps this way. The lines about captures are among the notes."""
+    losses = []
+    for cuda_graph in ("off", "on"):
+        if cuda_graph == "on":
+            allow_a_cpu(monkeypatch, Checking)
+        prepared = prepare_step(settings(data, cuda_graph))
+        device, fit = prepared.stepper.world.device, prepared.fit
+        batches = random_batches(prepared.rows, fit.micro_rows, prepared.rows_per_step, device)
+        timer = StepTimer(prepared.stepper, batches, fit.accumulation, Sensors(device))
+        timer.run(0.0, 5)
+        optimizer_seconds(prepared.stepper, batches[0])
+        losses.append(timer.losses)
+    assert losses[0] == losses[1]
+    assert [note.startswith("captured a pass of 128 tokens") for note in prepared.notes].count(True) == 1
+    # Steps of two passes, and those of one pass in which the optimizer is timed
+    assert fit.accumulation == 2 and Checking.made[0].replays == 3 * len(losses[1]) - 6 + 2 * OPTIMIZER_RUNS
 
 
 class StopAfter(Callback):
