@@ -167,6 +167,9 @@ class _Captured:
 class _CaptureFailed(Exception):
     """There was not enough memory for a capture."""
 
+    def __init__(self, error: torch.OutOfMemoryError):
+        super().__init__(f"not enough memory to capture a pass ({str(error).split('.')[0]})")
+
 
 class GraphedPass:
     """Runs the passes of steps: as they are at first, then by replaying a graph of them.
@@ -206,9 +209,7 @@ class GraphedPass:
         self._converted: list[ConvertedWeight] = []
         self._captured: _Captured | None = None
         self._stopped = False  # nothing is captured any more in this run
-        self._only_single_passes = (
-            True  # no pass of a step so far may be replayed, and nothing was said about it
-        )
+        self._only_single_passes = True  # so far, none may be replayed; False also once that was said
         self._weights: tuple[int, ...] = ()
         self._dry = self._converted_in_step = False
         self._steps = 0  # completed ones of this kind with passes without a graph
@@ -302,14 +303,18 @@ class GraphedPass:
         converted = self._converted
         self._precision.forget_weights()  # their memory is free for the new forms
         began = time.perf_counter()
-        pool, forms = self._new_pool(self.device), list[Forms]()
         self.captures += 1
+        forms: list[Forms] = []
+        try:
+            pool = self._new_pool(self.device)
+        except torch.OutOfMemoryError as error:
+            raise _CaptureFailed(error) from None
         try:
             convert = self._capture_conversion(pool, converted, forms)
             run = pool.capture(lambda: self._run_pass(inputs, self.sums, self.count))
         except torch.OutOfMemoryError as error:
             error.__traceback__ = None  # it keeps the tensors of the pass alive
-            failure = _CaptureFailed(f"not enough memory to capture a pass ({str(error).split('.')[0]})")
+            failure = _CaptureFailed(error)
         except RuntimeError as error:
             # A capture that also cannot be ended hides why it failed.
             cause = error.__context__ if isinstance(error.__context__, torch.OutOfMemoryError) else error

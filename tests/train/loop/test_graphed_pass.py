@@ -364,9 +364,14 @@ def test_after_many_captures_passes_run_without(monkeypatch: pytest.MonkeyPatch)
     assert all(pool.released for pool in Replaying.made)
 
 
-@pytest.mark.parametrize("fails_at", [1, 2])
+@pytest.mark.parametrize("fails_at", [0, 1, 2])
 def test_without_memory_for_a_capture_passes_run_without(fails_at: int) -> None:
     class Full(Replaying):
+        def __init__(self, device: torch.device):
+            if fails_at == 0:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
+            super().__init__(device)
+
         def capture(self, work: Callable[[], None]) -> Graph:
             if len(self.graphs) + 1 == fails_at:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate")
