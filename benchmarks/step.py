@@ -5,7 +5,8 @@
         [--data zipf|PATH] [--steps 50] [--warmup 10] [--hot-seconds 20] [--profile] [--cold-start] [--json FILE]
 
 Run it in the root of the repository. Every precision is an arm in its own process. An arm is the name of a recipe,
-followed by options of `precision` separated by colons. Any other configuration key can be given as an option, such as
+followed by options of `precision` separated by colons; an option with a dot is any other configuration key, as in
+`bf16,bf16:compute.cuda_graph=on`. A key that all arms share can be given as an option, such as
 `--model.window_pattern SSSL`.
 
 Times are measured between the ends of steps on the device (CUDA events), so host time counts only if the device waits
@@ -76,7 +77,10 @@ def arguments(argv: Sequence[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
 
 
 def arms(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Parse "bf16,fp8-delayed:head=fp8" as [(arm, {"name": recipe, option: value})]. Raises UsageError."""
+    """Parse "bf16,fp8-delayed:head=fp8" as [(arm, {"name": recipe, option: value})]. Raises UsageError.
+
+    An option with a dot is a key of the whole configuration, not of `precision`.
+    """
     parsed = []
     for arm in filter(None, (part.strip() for part in text.split(","))):
         name, *settings = arm.split(":")
@@ -97,6 +101,9 @@ def specification(
 ) -> dict[str, Any]:
     """Return the argument of `step_measure.measure` for one arm."""
     micro = options.micro_tokens
+    for key in [key for key in precision if "." in key]:
+        config = _with_key(config, key.split("."), precision[key])
+    precision = {key: value for key, value in precision.items() if "." not in key}
     return {
         "preset": options.preset,
         "precision": precision["name"],
@@ -231,6 +238,12 @@ def configuration_keys(rest: Sequence[str]) -> dict[str, Any]:
             node = node.setdefault(part, {})
         node[last] = _value(value if equals else words.pop(0))
     return keys
+
+
+def _with_key(config: dict[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
+    """Return a copy of a nested dict with one value set."""
+    first, *rest = path
+    return {**config, first: _with_key(config.get(first, {}), rest, value) if rest else value}
 
 
 def _value(text: str) -> Any:

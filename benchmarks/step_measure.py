@@ -72,6 +72,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         "accumulation": prepared.fit.accumulation,
         "attention": prepared.attention,
         "compile": prepared.mode,
+        "cuda_graph": config.compute.cuda_graph,
         "native": prepared.native,
         "native_formats": sorted(prepared.native_formats),
         "data": spec.get("data") or "zipf",

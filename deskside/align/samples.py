@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Hashable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,9 @@ class AlignObjective:
 
     def set_progress(self, progress: float) -> None:
         pass
+
+    def pass_state(self) -> Hashable:
+        return None
 
     def sampling_seconds(self) -> float:
         return self._sampling_seconds

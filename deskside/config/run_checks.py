@@ -192,11 +192,65 @@ def _check_compute(config: RunConfig) -> None:
             )
     if compute.mlp_chunk_tokens is not None:
         _check_mlp_chunk(config)
+    if compute.cuda_graph == "on":
+        _check_cuda_graph(config)
     if compute.activation_offloading and config.parallel.mode == "shard":
         raise ValueError(
             "compute.activation_offloading: is not supported with sharded weights yet; use --parallel.mode "
             "replicate"
         )
+
+
+def _check_cuda_graph(config: RunConfig) -> None:
+    """Raise ValueError, with the key and the remedy, if a pass of this run does what a CUDA graph cannot repeat."""
+    compute, precision, optim = config.compute, config.precision, config.optim
+    off = "use --compute.cuda_graph off"
+    unsupported = (
+        (compute.device == "cpu", f"needs a GPU, and compute.device is cpu; {off}"),
+        (
+            compute.compile not in ("auto", "fused"),
+            f"needs fused kernels, which compute.compile {compute.compile} does not use; use --compute.compile fused, "
+            "or leave it out",
+        ),
+        (
+            config.align is not None and config.align.name != "sft",
+            f"is for pretraining and SFT, whose losses need no decision of the host; {off}",
+        ),
+        (config.adapter is not None, f"is not supported with adapters; {off}"),
+        (
+            config.model.num_experts > 0,
+            f"is not supported with experts, as it was not tested with their routing; {off}",
+        ),
+        (config.dropout > 0, f"would repeat the same dropout masks in every step; use --dropout 0, or {off}"),
+        (
+            "nvfp4" in precision.recipe().formats if precision.quantized else False,
+            f"would repeat the random numbers of {precision.name} in every step; use bf16 or an FP8 recipe, or {off}",
+        ),
+        (
+            precision.quantized and precision.backend != "deskside",
+            f"is not supported with the layers of {precision.backend}; use --precision.backend deskside, or {off}",
+        ),
+        (
+            optim.weights == "bfloat16",
+            "would repeat the rounding of gradients of bfloat16 weights in every step; use --optim.weights float32, "
+            f"or {off}",
+        ),
+        (
+            optim.gradients != "device",
+            f"adds up gradients on the GPU; use --optim.gradients device instead of {optim.gradients}, or {off}",
+        ),
+        (
+            compute.activation_offloading,
+            f"cannot move activations to host memory; leave out compute.activation_offloading, or {off}",
+        ),
+        (config.parallel.mode == "shard", f"is not supported with sharded weights; {off}"),
+        (config.parallel.context > 1, f"is not supported with shared rows; {off}"),
+        (
+            compute.attention == "flex",
+            f"cannot contain flex, which torch.compile compiles; use another --compute.attention, or {off}",
+        ),
+    )
+    _refuse("compute.cuda_graph", unsupported)
 
 
 def _check_context_parallel(config: RunConfig) -> None:

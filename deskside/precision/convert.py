@@ -123,12 +123,17 @@ class QuantizedModel:
             sublayer is module and (self.fused or plan is not None) for sublayer, plan, _ in self._sublayers
         )
 
+    def cached_weights(self) -> list[ConvertedWeight]:
+        """Return the weights whose converted forms are cached."""
+        return [converted for converted in self._all_converted() if converted.cached is not None]
+
     def forget_weights(self) -> None:
         """Drop all cached converted weights, to free their memory or because the weights were overwritten."""
-        for converted in self._converted:
+        for converted in self._all_converted():
             converted.clear()
-        if self._head is not None:
-            self._head[1].converted.clear()
+
+    def _all_converted(self) -> list[ConvertedWeight]:
+        return self._converted if self._head is None else [*self._converted, self._head[1].converted]
 
     def _set_overrides(self) -> None:
         for sublayer, plan, bf16_plan in self._sublayers:

@@ -134,16 +134,18 @@ class ConvertedWeight:
     def __init__(self, quantizer: WeightQuantizer, shared: Shared):
         self._quantizer, self._shared = quantizer, shared
         self.cached: tuple[object, QuantizedOperand, QuantizedOperand] | None = None
+        self._source: tuple[Tensor, torch.dtype | None] | None = None  # arguments of the last conversion
 
     def get(
         self, weight: Tensor, dtype: torch.dtype | None = None
     ) -> tuple[QuantizedOperand, QuantizedOperand]:
         """Return the rows form and the columns form of the weight, which is cast to `dtype` first unless it is None."""
-        key = (self._shared.round, weight._version, weight.data_ptr(), dtype)
+        key = self._key(weight, dtype)
         if self.cached is not None and self.cached[0] == key:
             self._shared.hits += 1
             return self.cached[1], self.cached[2]
         self._shared.misses += 1
+        self._source = weight, dtype
         weight = weight.detach()
         rows, saved = self._quantizer.quantize_rows(weight if dtype is None else weight.to(dtype))
         columns = self._quantizer.quantize_columns(saved)
@@ -154,6 +156,20 @@ class ConvertedWeight:
     def clear(self) -> None:
         """Drop the cached forms."""
         self.cached = None
+
+    def convert(self) -> tuple[QuantizedOperand, QuantizedOperand]:
+        """Convert the weight of the last `get` again, into new tensors, and return its forms, which are cached."""
+        assert self._source is not None
+        self.cached = None
+        return self.get(*self._source)
+
+    def use(self, forms: tuple[QuantizedOperand, QuantizedOperand]) -> None:
+        """Cache these forms, which `convert` returned and whose tensors now hold the converted present weight."""
+        assert self._source is not None
+        self.cached = (self._key(*self._source), *forms)
+
+    def _key(self, weight: Tensor, dtype: torch.dtype | None) -> tuple[object, ...]:
+        return self._shared.round, weight._version, weight.data_ptr(), dtype
 
 
 class QuantizedLinear:

@@ -87,7 +87,7 @@ class PreparedStep:
         native_formats: Formats of the recipe that run on tensor cores, see `step_planning.native_formats`.
         mode: Execution mode of the step (`compute.compile`).
         peak_flops: FLOP/s of a large matmul on this device.
-        notes: Messages of the set-up.
+        notes: Messages of the set-up, and of captures in later steps (`compute.cuda_graph`).
     """
 
     config: RunConfig
@@ -148,7 +148,7 @@ def prepare_step(
         attention=attention_backends.recorded_attention(measurements),
         precision=execution.precision,
     )
-    stepper = Stepper(context, build(model, config.optim, scaling, replicas=world.replicas))
+    stepper = Stepper(context, build(model, config.optim, scaling, replicas=world.replicas), notes.append)
 
     def modelled_gib(tokens: int) -> float:
         return modelled_memory_gib(config, tokens, recipe, execution.mode, formats, world.size, world.sharded)

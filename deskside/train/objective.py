@@ -18,7 +18,7 @@ accumulation.
 that starts or resumes the run passes it in.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -179,6 +179,12 @@ class Objective(Protocol):
     def set_progress(self, progress: float) -> None:
         """Set the progress of the run, 0 to 1, for the losses of the next step."""
 
+    def pass_state(self) -> Hashable:
+        """Return what the operations of `loss` depend on besides its arguments, apart from the values of tensors.
+
+        A captured pass repeats the operations of its capture, so it is captured again when this changes.
+        """
+
     def loss(
         self, model: Transformer, batch: Batch, context: AttentionContext, compute: ComputeConfig
     ) -> Loss: ...
@@ -235,6 +241,9 @@ class NextToken:
     metric_names: tuple[str, ...] = ()
     multi_token = MultiTokenConfig()
     progress = 0.0
+    _weights_K: Tensor | None = (
+        None  # weights of the future targets in the present step, always in the same memory
+    )
 
     def open(self, config: RunConfig, path: Path, split: str, sequence_length: int) -> PackedDataset:
         self.multi_token = config.multi_token
@@ -275,6 +284,11 @@ class NextToken:
 
     def set_progress(self, progress: float) -> None:
         self.progress = progress
+        if self._weights_K is not None:
+            self._set_weights(self._weights_K)
+
+    def pass_state(self) -> Hashable:
+        return self._has_future()
 
     def loss(
         self, model: Transformer, batch: Batch, context: AttentionContext, compute: ComputeConfig
@@ -300,13 +314,21 @@ class NextToken:
 
     def _future(self, batch: Batch) -> FutureTargets | None:
         """Return the future targets of a batch with their present weights; None if all weights are 0."""
-        weights, targets_BTK = self.multi_token.at(self.progress), batch.future_targets_BTK
-        if targets_BTK is None or not any(weights):
+        targets_BTK = batch.future_targets_BTK
+        if targets_BTK is None or not self._has_future():
             return None
-        weights_K = torch.empty(len(weights), device=targets_BTK.device)
-        for place, weight in enumerate(weights):
+        if self._weights_K is None:
+            self._weights_K = torch.empty(len(self.multi_token.weights), device=targets_BTK.device)
+            self._set_weights(self._weights_K)
+        return FutureTargets(targets_BTK.flatten(0, 1), self._weights_K)
+
+    def _has_future(self) -> bool:
+        """Return True if a token after the next one has a weight in this step."""
+        return any(self.multi_token.at(self.progress))
+
+    def _set_weights(self, weights_K: Tensor) -> None:
+        for place, weight in enumerate(self.multi_token.at(self.progress)):
             weights_K[place].fill_(weight)  # unlike torch.tensor, does not wait for the GPU
-        return FutureTargets(targets_BTK.flatten(0, 1), weights_K)
 
     def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         return {name: total / count for name, total in sums.items()}

@@ -155,6 +155,7 @@ class RunExecution:
             complete_row=self.meter.complete,
         )
         status = self.train(trainer)
+        self.stepper.release_graphs()
         if status != "finished":
             return self.stopped(status, trainer)
         # The final model is evaluated with the configured window, not with the last stage's, and in high precision.
@@ -218,7 +219,7 @@ class RunExecution:
         self.meter = environment_record.Meter(world.device, world.size, peak_flops)
         # This optimizer is used for the dry steps only, so its learning rates do not matter.
         optimizer = self.build_optimizer(config.batch.tokens, config.batch.tokens)
-        self.stepper = Stepper(self.context, optimizer)
+        self.stepper = Stepper(self.context, optimizer, self.log.event)
         # A resumed run is never refused for lack of time; it ends late instead.
         self.budget = TimeBudget(None if self.resumed else self.wall_limit(), self.clock.seconds)
         self.decided_until = 0
@@ -312,6 +313,7 @@ class RunExecution:
             "evaluate_tokens": self.evaluator.during_tokens,
         }
         self.facts |= {"before": self.before} if self.before else {}
+        self.facts |= {"cuda_graph": "on"} if self.config.compute.cuda_graph == "on" else {}
         if epochs := self.facts["mixture_epochs"]:
             self.log.say(describe_epochs(epochs))
         if self.config.adapter is not None:

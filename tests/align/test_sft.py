@@ -31,6 +31,8 @@ from deskside.utils.errors import UsageError
 from deskside.weights.load import load_model
 from tests.align import tiny
 from tests.train import tiny_run
+from tests.train.loop.graph_stand_ins import Checking
+from tests.train.test_graphed_runs import allow_a_cpu
 from tests.train.tiny_run import curve, kill_at_step, plan, rows
 
 COLOURS = {"sea": "blue", "grass": "green", "coal": "black", "snow": "white", "blood": "red", "sun": "yellow"}
@@ -299,6 +301,17 @@ def test_muon_and_fp8_are_only_options(place: Path) -> None:
     ]
     summary = json.loads((sft(place, "fp8", *more) / "summary.json").read_text())
     assert summary["precision"].startswith("fp8") and summary["emulated"]
+
+
+def test_replayed_passes_change_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    more = ["--schedule.steps", "8", "--batch.tokens", "256", "--batch.micro_tokens", "128"]
+    more += ["--precision.name", "bf16", "--compute.compile", "fused"]
+    plain = sft(place, "without-graphs", *more)
+    allow_a_cpu(monkeypatch, Checking)
+    graphs = sft(place, "with-graphs", *more, "--compute.cuda_graph", "on")
+    assert curve(graphs) == curve(plain) and len(curve(plain)) == 8
+    assert tiny_run.events(graphs).count("captured a pass of") == 1
+    assert Checking.made[0].replays == 6 * 3  # two passes and the conversion of the weights
 
 
 def test_prepared_conversations_are_used_again(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

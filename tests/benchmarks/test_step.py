@@ -110,6 +110,10 @@ def test_arms_and_keys() -> None:
     assert (built.batch.sequence_length, built.model.max_position_embeddings) == (4096, 4096)
     assert (built.model.window_pattern, built.model.sliding_window) == ("SSSL", 512)
     assert (built.precision.name, built.precision.head) == ("fp8-delayed", "fp8")
+    ((_, precision),) = step.arms("bf16:weight_cache=false:compute.cuda_graph=on")
+    built = configuration(step.specification(options, precision, config))
+    assert (built.precision.weight_cache, built.compute.cuda_graph) == (False, "on")
+    assert built.model.window_pattern == "SSSL" and "compute" not in config
 
 
 def test_table_keeps_to_its_width() -> None:

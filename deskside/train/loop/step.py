@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,11 +16,13 @@ from deskside.optim.build import Optimizer
 from deskside.optim.groups import classify_parameters
 from deskside.train.loop.gradient_buckets import GradientBuckets
 from deskside.train.loop.gradient_sums import GradientSums
+from deskside.train.loop.graphed_pass import GraphedPass, GraphPool, TargetCount
 from deskside.train.loop.host_gradients import HostGradients
 from deskside.train.loop.released_gradients import ReleasedGradients
 from deskside.train.loop.routers import Routers
 from deskside.train.objective import Loss, TrainContext
 from deskside.train.parallel import set_gradient_sync
+from deskside.train.prepare.graph_support import check_attention
 from deskside.utils.errors import RunError
 
 
@@ -91,9 +93,15 @@ class StepMetrics:
 
 
 class Stepper:
-    """Runs single optimizer steps, without a clock, checkpoints or logging."""
+    """Runs single optimizer steps, without a clock, checkpoints or logging.
 
-    def __init__(self, context: TrainContext, optimizer: Optimizer):
+    event: called with a line about every captured pass (`compute.cuda_graph`). Raises UsageError if the passes of this
+    run cannot be captured.
+    """
+
+    def __init__(
+        self, context: TrainContext, optimizer: Optimizer, event: Callable[[str], None] = lambda line: None
+    ):
         self.context, self.optimizer = context, optimizer
         self.config, self.world, self.guard = context.config, context.world, context.guard
         self.model, self.precision, self.objective = context.model, context.precision, context.objective
@@ -114,6 +122,33 @@ class Stepper:
             kind = HostGradients if host else ReleasedGradients
             self.separate_gradients = kind(optimizer, self.world.device)
         self.window: int | None = None
+        self.graphed: GraphedPass | None = None
+        if context.config.compute.cuda_graph == "on":
+            self.use_graphs(event)
+
+    def use_graphs(
+        self, event: Callable[[str], None], new_pool: Callable[[torch.device], GraphPool] | None = None
+    ) -> None:
+        """Replay the passes of later steps from graphs. Raises UsageError if an attention backend does not allow it.
+
+        Arguments: see `GraphedPass`.
+        """
+        check_attention(self.context.attention)
+        self.graphed = GraphedPass(
+            [info.parameter for info in self.optimizer.parameters],
+            self.precision,
+            self._pass,
+            lambda: (self.window, self.objective.pass_state()),
+            self.wait_for_weights,
+            len(self._new_sums()),
+            event,
+            new_pool,
+        )
+
+    def release_graphs(self) -> None:
+        """Free the memory of captured passes. A later step may capture its pass again."""
+        if self.graphed is not None:
+            self.graphed.release()
 
     def _wait_before_reading(self) -> bool:
         """Let each sublayer wait for its matrices that other ranks update, just before its forward.
@@ -218,6 +253,8 @@ class Stepper:
             else:
                 ema.move()  # before `precision` forgets the converted weights
         self.precision.begin_step(step)
+        if self.graphed is not None:
+            self.graphed.begin_step(dry)
         if self.context.dropout is not None:
             self.context.dropout.begin_step(step)
         self.gradient_sums.begin_step(step)
@@ -257,7 +294,8 @@ class Stepper:
         The loss is divided by the number of targets in all micro-batches of all processes, so it depends neither on
         packing nor on gradient accumulation. With a sharded model, the gradients are summed over all processes.
         """
-        sums, dropout = self._new_sums(), self.context.dropout
+        graphed, dropout = self.graphed, self.context.dropout
+        sums = self._new_sums() if graphed is None else graphed.begin_passes()
         self.gradient_sums.begin_passes(len(micro_batches))
         # The loader gives each process the next part of the step's rows.
         token = self.world.reader * sum(batch.tokens_BT.numel() for batch in micro_batches)
@@ -266,18 +304,27 @@ class Stepper:
             self.buckets.begin_pass(is_last)
             if self.world.sharded:
                 set_gradient_sync(self.model, is_last)
+            if graphed is not None:
+                # The last backward of several replicas sends gradients while it runs.
+                graphed.run(batch, may_replay=not (is_last and self.buckets.buckets))
+                continue
             with contextlib.nullcontext() if dropout is None else dropout.passing(token):
                 self._pass(batch, sums)
             token += batch.tokens_BT.numel()
+        if graphed is not None:
+            return sums.clone()  # the next step overwrites them
         if self.world.context is not None:  # each process has the routers' sums of the whole rows
             sums[1 + len(self.objective.metric_names) :] /= self.world.context.size
         return sums
 
-    def _pass(self, batch: Batch, sums: Tensor) -> None:
-        """Forward and backward of one micro-batch. Its loss and its other sums are added to `sums`."""
+    def _pass(self, batch: Batch, sums: Tensor, count: TargetCount | None = None) -> None:
+        """Forward and backward of one micro-batch. Its loss and its other sums are added to `sums`.
+
+        count: the number of targets of the step, which is the batch's if it is None.
+        """
         num_valid_step, names = batch.num_valid_step, self.objective.metric_names
         batch_loss = self.loss(batch)
-        loss = batch_loss.sum / num_valid_step
+        loss = batch_loss.sum / num_valid_step if count is None else count.divide(batch_loss.sum)
         sums[0] += loss.detach()
         for i, name in enumerate(names, start=1):
             sums[i] += batch_loss.metric_sums[name]

@@ -36,6 +36,7 @@ from deskside.train.activation_offload import ActivationOffload
 from deskside.train.objective import Objective
 from deskside.train.parallel import World
 from deskside.train.prepare.batch_size_finder import StageWork
+from deskside.train.prepare.graph_support import check_execution
 from deskside.train.prepare.kept_checks import check_block_once, kept_check
 from deskside.train.state.init_weights import InitialWeights
 from deskside.utils.errors import RunError, UsageError
@@ -283,6 +284,8 @@ def prepare_execution(
     native = bool(facts.get("native", True))
     backend = _backend(config, recipe)
     mode = execution_mode(config, recipe, world.device)
+    if config.compute.cuda_graph == "on":
+        check_execution(world.device, mode)
     create_cuda_context_for_autograd(world.device)  # if all checks are kept ones, nothing else has done so
     if mode == "fused" and world.device.type == "cuda":
         check_block_once(model, world.device, cache)

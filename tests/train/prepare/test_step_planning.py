@@ -35,6 +35,18 @@ def test_passes_are_counted_per_process(processes: int, sharded: bool, passes: i
     assert modelled_memory_gib(config, ROWS, "bf16", "block", (), processes, sharded) == wanted
 
 
+def test_gradients_of_a_graph_exist_from_the_start_of_its_pass() -> None:
+    """A step of one pass then needs what one of several passes does."""
+
+    def modelled(passes: int, cuda_graph: str) -> float:
+        tokens = 64 * ROWS  # of a pass, so that the peak is not in the update
+        batch = {"tokens": passes * tokens, "sequence_length": ROWS}
+        config = merge.build([{"batch": batch, "compute": {"cuda_graph": cuda_graph}}])
+        return modelled_memory_gib(config, tokens, "bf16", "fused", ())
+
+    assert modelled(1, "off") < modelled(1, "on") == modelled(4, "on") == modelled(4, "off")
+
+
 def test_one_process() -> None:
     config = merge.build([{"batch": {"tokens": 4 * ROWS, "sequence_length": ROWS}}])
     work = StepSpec(ROWS, 4 * ROWS, ROWS, optimizer=config.optim.name, precision="fp32", compiled=False)

@@ -1,0 +1,36 @@
+"""What this machine and the choices of a run's start must allow for passes to be captured (`compute.cuda_graph`).
+
+`config/run_checks.py` refuses what the configuration alone rules out.
+"""
+
+import torch
+
+from deskside.train.prepare.attention_backends import AttentionBackends
+from deskside.utils.errors import UsageError
+
+# `flex` calls functions that torch.compile compiles and may compile again; `gathered` waits for other processes.
+UNSUPPORTED_ATTENTION = ("flex", "gathered")
+
+
+def check_execution(device: torch.device, mode: str) -> None:
+    """Raise UsageError unless passes on this device in this mode (see `setup.Execution`) can be captured."""
+    if device.type != "cuda":
+        raise UsageError(
+            f"compute.cuda_graph: needs a GPU, and this run is on a {device.type.upper()}; use --compute.cuda_graph off"
+        )
+    if mode != "fused":
+        raise UsageError(
+            f"compute.cuda_graph: needs fused kernels, and this run uses compute.compile {mode}; leave it out, or use "
+            "--compute.compile fused"
+        )
+
+
+def check_attention(attention: AttentionBackends) -> None:
+    """Raise UsageError if an attention backend of the run cannot be captured."""
+    pairs = [(attention.full, attention.windowed), *attention.stages.values()]
+    for name in (name for pair in pairs for name in pair):
+        if name in UNSUPPORTED_ATTENTION:
+            raise UsageError(
+                f"compute.cuda_graph: cannot contain the attention backend {name}, which was chosen for this run; use "
+                "another --compute.attention, or --compute.cuda_graph off"
+            )

@@ -1,0 +1,229 @@
+"""Complete runs whose passes are replayed equal runs without graphs, to the bit. A stand-in replays them on a CPU."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deskside.config import merge, run_checks
+from deskside.config.run import RunConfig
+from deskside.data.reading.loader import Batch
+from deskside.probe.point import OPTIMIZER_RUNS, StepTimer, optimizer_seconds, prepare_step, random_batches
+from deskside.run.directory import RunDirectory
+from deskside.train import training_run
+from deskside.train.environment_record import Sensors
+from deskside.train.loop import graphed_pass
+from deskside.train.loop.callbacks import Callback
+from deskside.train.objective import RowDataset
+from deskside.train.prepare import setup
+from deskside.utils.errors import UsageError
+from deskside.utils.signals import StopSignal
+from tests.train import tiny_run
+from tests.train.loop.graph_stand_ins import Checking, Replaying, StandInPool
+from tests.train.tiny_run import curve, rows
+
+STEPS = 16
+DOCUMENTS = {"data": {"document_mask": True}}
+FP8 = {"precision": {"name": "fp8-delayed", "keep_first": 0.0, "keep_last": 0.0}}
+WINDOWED = {"model": {"window_pattern": "SL", "sliding_window": 16}}
+STAGES = [
+    {"until": 0.3, "sequence_length": 32, "window": 8},
+    {"until": 0.6, "sequence_length": 32},
+    {"until": 1.0, "sequence_length": 64},
+]
+
+
+def allow_a_cpu(patch: pytest.MonkeyPatch, pool: type[StandInPool]) -> None:
+    """Let runs on a CPU use a stand-in."""
+    patch.setattr(run_checks, "_check_cuda_graph", lambda config: None)
+    patch.setattr(setup, "check_execution", lambda device, mode: None)
+    patch.setattr(graphed_pass, "CudaGraphPool", pool)
+    pool.made = []
+
+
+def settings(data: Path, cuda_graph: str, /, **changes: Any) -> RunConfig:
+    parts: dict[str, Any] = {
+        "precision": {"name": "bf16"},
+        "batch": {"sequence_length": 32, "tokens": 256, "micro_tokens": 128},
+        "schedule": {"length": f"{STEPS} steps"},
+        "compute": {"compile": "fused", "cuda_graph": cuda_graph},
+        "checkpoint": {"every": "6 steps"},
+    }
+    for part, values in changes.items():
+        parts[part] = {**parts.get(part, {}), **values}
+    return tiny_run.config(data, **parts)
+
+
+def same(run: Path, other: Path) -> None:
+    assert [row["step"] for row in rows(run)] == list(range(1, STEPS + 1))
+    assert curve(run) == curve(other)
+    assert [row.get("val_bpb") for row in rows(run)] == [row.get("val_bpb") for row in rows(other)]
+    weights = "model/model.safetensors"
+    assert (run / weights).read_bytes() == (other / weights).read_bytes()
+
+
+def captures(run: Path) -> int:
+    return tiny_run.events(run).count("captured a pass of")
+
+
+@pytest.mark.parametrize(
+    ("pool", "changes", "captured"),
+    [
+        (Replaying, {**DOCUMENTS, "evaluate": {"every": "5 steps"}}, 1),
+        (Checking, {**FP8, **DOCUMENTS, "evaluate": {"every": "5 steps"}}, 1),
+        (Checking, {**WINDOWED, "schedule": {"stages": STAGES}}, 3),
+        pytest.param(
+            Replaying, {**FP8, **WINDOWED, "schedule": {"stages": STAGES}}, 3, marks=pytest.mark.full
+        ),
+        (
+            Replaying,
+            {
+                "model": {"tie_word_embeddings": False},
+                "schedule": {"tied_until": 0.5, "batch_growth": 2},
+                "batch": {"micro_tokens": 64},
+                "average": {"name": "ema"},
+            },
+            1,
+        ),
+    ],
+    ids=["documents", "fp8", "stages", "fp8 stages", "tied, growing, averaged"],
+)
+def test_a_run_is_the_same(
+    pool: type[StandInPool],
+    changes: dict[str, Any],
+    captured: int,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = tiny_run.train(tmp_path, settings(data, "off", **changes), "plain").run.path
+    allow_a_cpu(monkeypatch, pool)
+    run = tiny_run.train(tmp_path, settings(data, "on", **changes), "graphs").run.path
+    same(run, plain)
+    assert captures(run) == captured == len(pool.made) and captures(plain) == 0
+    assert all(made.released for made in pool.made)  # before the final evaluation
+    assert tiny_run.plan(run)["cuda_graph"] == "on" and "cuda_graph" not in tiny_run.plan(plain)
+
+
+def test_a_measured_step_is_replayed(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`benchmarks.step` and the probe time steps this way. The lines about captures are among the notes."""
+    losses = []
+    for cuda_graph in ("off", "on"):
+        if cuda_graph == "on":
+            allow_a_cpu(monkeypatch, Checking)
+        prepared = prepare_step(settings(data, cuda_graph))
+        device, fit = prepared.stepper.world.device, prepared.fit
+        batches = random_batches(prepared.rows, fit.micro_rows, prepared.rows_per_step, device)
+        timer = StepTimer(prepared.stepper, batches, fit.accumulation, Sensors(device))
+        timer.run(0.0, 5)
+        optimizer_seconds(prepared.stepper, batches[0])
+        losses.append(timer.losses)
+    assert losses[0] == losses[1]
+    assert [note.startswith("captured a pass of 128 tokens") for note in prepared.notes].count(True) == 1
+    # Steps of two passes, and those of one pass in which the optimizer is timed
+    assert fit.accumulation == 2 and Checking.made[0].replays == 3 * len(losses[1]) - 6 + 2 * OPTIMIZER_RUNS
+
+
+class StopAfter(Callback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def begin(self, run: RunDirectory, stop: StopSignal, validation: RowDataset) -> None:
+        self.stop = stop
+
+    def on_step(self, row: dict[str, Any], total_steps: int) -> None:
+        if row["step"] == self.step:
+            self.stop.requested = "SIGTERM"
+
+
+@pytest.mark.parametrize("changes", [DOCUMENTS, {**DOCUMENTS, **FP8}], ids=["bf16", "fp8"])
+@pytest.mark.parametrize("stop_at", [pytest.param(1, marks=pytest.mark.full), 3, 9])
+def test_a_resumed_run_is_the_same(
+    changes: dict[str, Any], stop_at: int, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped before the capture, just after it, and later. With delayed scaling, a resumed run captures earlier."""
+    plain = tiny_run.train(tmp_path, settings(data, "off", **changes), "plain").run.path
+    allow_a_cpu(monkeypatch, Checking)
+    config = settings(data, "on", **changes)
+    run = tiny_run.train(tmp_path, config, "graphs", watch=StopAfter(stop_at)).run.path
+    assert not (run / "summary.json").exists()
+    assert training_run.resume(run).status == "finished"
+    same(run, plain)
+    assert captures(run) >= 1
+
+
+def with_graphs(root: Path, config: RunConfig, name: str) -> None:
+    """Train in a process of its own, with a stand-in."""
+    with pytest.MonkeyPatch.context() as patch:
+        allow_a_cpu(patch, Checking)
+        passes: list[bool] = []
+        original = graphed_pass.GraphedPass.run
+
+        def run(self: Any, batch: Batch, may_replay: bool = True) -> None:
+            passes.append(may_replay)
+            original(self, batch, may_replay)
+
+        patch.setattr(graphed_pass.GraphedPass, "run", run)
+        tiny_run.train(root, config, name)
+        assert passes[-4:] == [True, False, True, False]
+        assert sum(made.replays for made in Checking.made) >= STEPS - 3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "changes", [{}, {"optim": {"name": "adamw", "lr": 3e-3}, **FP8}], ids=["muon", "fp8"]
+)
+def test_replicas(changes: dict[str, Any], data: Path, tmp_path: Path) -> None:
+    """The last pass of a step runs without a graph, so that its gradients are sent while it runs."""
+    changes = {**changes, "batch": {"tokens": 512}}
+    for name, cuda_graph in (("plain", "off"), ("graphs", "on")):
+        config = settings(data, "off", **changes)
+        compute = config.compute.model_copy(update={"cuda_graph": cuda_graph})
+        config = config.model_copy(update={"compute": compute})
+        function = with_graphs if cuda_graph == "on" else tiny_run.train
+        child = tiny_run.call(function, tmp_path, config, name, log=tmp_path / f"{name}.log", ranks=2)
+        assert child.wait() == 0, child.text()
+    same(tmp_path / "graphs", tmp_path / "plain")
+    assert captures(tmp_path / "graphs") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"compute": {"device": "cpu"}}, "needs a GPU, and compute.device is cpu"),
+        ({"compute": {"compile": "block"}}, "needs fused kernels, which compute.compile block does not use"),
+        ({"align": {"name": "dpo"}, "data": {"document_mask": True}}, "is for pretraining and SFT"),
+        ({"adapter": {"rank": 4}, "optim": {"name": "adamw"}}, "is not supported with adapters"),
+        ({"model": {"num_experts": 16}}, "is not supported with experts"),
+        ({"dropout": 0.1}, "would repeat the same dropout masks"),
+        ({"precision": {"name": "nvfp4"}}, "would repeat the random numbers of nvfp4"),
+        ({"precision": {"name": "fp8-tensorwise", "backend": "torchao"}}, "the layers of torchao"),
+        ({"optim": {"weights": "bfloat16"}}, "would repeat the rounding of gradients of bfloat16 weights"),
+        ({"optim": {"gradients": "host"}}, "use --optim.gradients device instead of host"),
+        (
+            {"compute": {"activation_checkpointing": "block", "activation_offloading": True}},
+            "leave out compute.activation_offloading",
+        ),
+        ({"parallel": {"mode": "shard"}}, "is not supported with sharded weights"),
+        ({"parallel": {"context": 2}}, "is not supported with shared rows"),
+        ({"compute": {"attention": "flex"}}, "cannot contain flex"),
+    ],
+)
+def test_what_a_graph_cannot_contain_is_refused(changes: dict[str, Any], message: str) -> None:
+    given = {**changes, "compute": {"cuda_graph": "on", **changes.get("compute", {})}}
+    with pytest.raises(UsageError) as error:
+        merge.build([given])
+    assert str(error.value).startswith("compute.cuda_graph: ") and message in str(error.value)
+    assert "\n" not in str(error.value)
+    merge.build([{"compute": {"cuda_graph": "on"}}])
+
+
+def test_a_run_on_a_cpu_is_refused(data: Path, tmp_path: Path) -> None:
+    """With compute.device auto, only the start of the run knows."""
+    config = settings(data, "on", compute={"device": "auto"})
+    if torch.cuda.is_available():
+        pytest.skip("is for machines without a GPU")
+    with pytest.raises(UsageError, match=r"compute\.cuda_graph: needs a GPU, and this run is on a CPU"):
+        tiny_run.train(tmp_path, config)
+    assert not (tmp_path / "run").exists()
