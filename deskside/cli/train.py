@@ -3,7 +3,7 @@
 import math
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,7 @@ from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
 from deskside.run.directory import RunDirectory
 from deskside.train.prepare.preflight import check_start, set_cublas_workspace
+from deskside.utils.console import say
 from deskside.utils.errors import UsageError
 from deskside.utils.hub import short_name, with_revision
 from deskside.utils.quick_start import create_cuda_context, quick_imports
@@ -112,6 +113,8 @@ def run(argv: Sequence[str]) -> int:
         RunDirectory.check_name(Path(options.runs), options.name)
     if launching:
         return launch("train", argv, processes)
+    if initial is not None and is_rank_zero and not options.upcycle:
+        warn_of_high_rate(merge.merge([*layers, given])[0])
     set_cublas_workspace(config)
     if config.compute.device != "cpu":
         create_cuda_context()
@@ -131,6 +134,15 @@ def run(argv: Sequence[str]) -> int:
     from deskside.cli.answer import finish  # imports rich, which takes time
 
     return finish(outcome, None, options.json)
+
+
+def warn_of_high_rate(chosen: Mapping[str, Any]) -> None:
+    """Warn if trained weights would start with the learning rate of random ones. chosen: the user's configuration."""
+    if "lr" not in chosen.get("optim", {}):
+        say(
+            "warning: --init: optim.lr has the default for random weights; trained weights usually need a lower one, "
+            "such as --optim.name adamw --optim.scale false --optim.lr 2e-5"
+        )
 
 
 def resume(command: str, argv: Sequence[str], options: RunOptions) -> int:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from deskside.budget.shape import flops_per_token
 from deskside.cli.answer import speed
 from deskside.cli.main import main
+from deskside.cli.train import warn_of_high_rate
 from deskside.config.run import RunConfig
 from tests.serve.made_run import MadeRun, make
 
@@ -333,3 +334,14 @@ def test_speed_of_steps_and_of_the_run(rate: float | None, said: str) -> None:
         "emulated": True,
     }
     assert speed(summary) == said
+
+
+@pytest.mark.parametrize(
+    ("chosen", "warned"),
+    [({}, True), ({"optim": {"name": "adamw"}}, True), ({"optim": {"lr": 1e-5}}, False)],
+)
+def test_trained_weights_with_the_rate_of_random_ones(
+    chosen: dict[str, Any], warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warn_of_high_rate(chosen)
+    assert capsys.readouterr().err.startswith("warning: --init: optim.lr") == warned
