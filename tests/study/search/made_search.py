@@ -11,6 +11,8 @@ from typing import Any
 
 from deskside.config import presets
 from deskside.config.duration import Duration
+from deskside.data.reading.shards import SCHEMA_VERSION, DatasetIndex, ShardInfo, SplitInfo, TokenizerInfo
+from deskside.data.reading.tags import TagCount, TagInfo
 from deskside.plan.card import PlanCard
 from deskside.study.execute.devices import Device
 from deskside.study.execute.trial_process import STOPPED, TrialEnd, TrialJob
@@ -113,11 +115,25 @@ def plan(data: Path, over: str = "optim.lr", **changed: Any) -> SearchPlan:
     return replace(made, space=dimensions(over, made.trial()))
 
 
+def made_index() -> str:
+    """Return the index of a data set that is not there, with fewer tokens than the demo's vocabulary has."""
+    shard = ShardInfo(
+        file="0.bin", table="0.docs", tokens=8, documents=1, text_bytes=8, token_text_bytes=8, checksum="", key="",
+        table_checksum="", tags={0: TagCount(documents=1, tokens=8)},
+    )  # fmt: skip
+    index = DatasetIndex(
+        schema_version=SCHEMA_VERSION, dtype="uint16", bad_input={}, ignored_files={}, duplicates_of_validation=0,
+        arguments={}, splits={"train": SplitInfo.of([shard])}, tags=[TagInfo(source="made", lang="")],
+        tokenizer=TokenizerInfo(checksum="", vocab_size=300, eos="<eos>", eos_id=0),
+    )  # fmt: skip
+    return index.model_dump_json()
+
+
 def begin(folder: Path, over: str = "optim.lr", **changed: Any) -> tuple[SearchFolder, SearchPlan]:
     """Begin a search in a folder that contains synthetic data."""
     data = folder.parent / "data"
     data.mkdir(parents=True, exist_ok=True)
-    (data / "index.json").write_text("{}")
+    (data / "index.json").write_text(made_index())
     made, where = plan(data, over, **changed), SearchFolder(folder)
     where.create(made)
     return where, made
