@@ -43,6 +43,7 @@ from deskside.plan.verdict import Answer, judge
 from deskside.utils.errors import UsageError
 from deskside.utils.format import count, duration, number, plural
 
+MENTIONED_LOSS, MENTIONED_TIME = 0.99, 0.5  # shares up to which a smaller model for the text is mentioned
 NO_CLAIMS = Claims()
 OFFERED: Literal["fp8"] = "fp8"  # the precision that is offered as an alternative to BF16
 LOSS_SENTENCE = "how close its loss comes to BF16's is in docs/precision.md"
@@ -313,6 +314,11 @@ def _size_for_the_text(request: PlanRequest, candidate: Candidate) -> list[str]:
     if choice is None or choice.candidate.weights >= candidate.weights:
         return []
     small = choice.candidate
+    if (
+        small.forecast[1] > MENTIONED_LOSS * candidate.forecast[1]
+        and small.seconds[1] > MENTIONED_TIME * seconds
+    ):
+        return []  # neither better nor faster
     return [
         f"for this text, a plan without a given size takes {small.shape.preset} ({count(small.params)}): about "
         f"{small.forecast[1]:.2f} bits per byte after {duration(small.seconds[1])}, where this model is expected at "

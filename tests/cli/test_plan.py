@@ -106,6 +106,9 @@ def test_a_text_that_limits_the_tokens_is_named_and_a_smaller_model_too(
     small = next(band for band in json.loads(best)["bands"] if band["recommended"])
     assert f"for this text, a plan without a given size takes {small['model']['preset']} (" in text
     assert f"about {small['loss']['expected']:.2f} bits per byte" in text
+    # A smaller model that is neither better nor much faster is not.
+    text = " ".join(plan(capsys, "--gpu rtx4090 --preset 124m --hours 1 --unique-tokens 40M")[1].split())
+    assert "a plan without a given size" not in text
     # With enough text, neither is said.
     text = " ".join(plan(capsys, "--gpu rtx4090 --params 1.5B --unique-tokens 20B")[1].split())
     assert "the tokens are compute-optimal for this size" in text and "without a given size" not in text
