@@ -139,7 +139,7 @@ class TargetCount:
 
 @dataclass(frozen=True)
 class PassKind:
-    """What determines the operations of a pass, and the addresses of the tensors in it.
+    """The operations of a pass and the addresses of its tensors: passes of one kind can replay the same graph.
 
     tensors: the name, shape and dtype of each tensor of the batch. window: of the stage. quantized: the recipe is
     active. delayed: its delayed scales are ready. objective: `Objective.pass_state`. weights: addresses.

@@ -1,4 +1,4 @@
-"""What this machine and the choices of a run's start must allow for passes to be captured (`compute.cuda_graph`).
+"""Checks of the device, execution mode and attention backends of a run with `compute.cuda_graph`.
 
 `config/run_checks.py` refuses what the configuration alone rules out.
 """
