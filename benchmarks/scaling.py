@@ -96,7 +96,7 @@ def measure_share(
             failure = run_workers(group, gpus, options, spec)
             done = read_rows(rows)
             append(options.out / "measured.jsonl", done)
-            if failure is None:
+            if failure is None or len(done) == len(left):  # it may also fail at its end, which was printed
                 break
             failed, left = left[len(done)], left[len(done) + 1 :]
             append(options.out / "failed.jsonl", [{"case": failed.name, "error": failure}])

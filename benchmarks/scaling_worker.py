@@ -33,6 +33,7 @@ WARMUP_STEPS = 5
 WARMUP_SECONDS = {"cuda": 1.5, "cpu": 0.0}  # the card reaches its power limit
 MIN_STEPS = 8
 PROFILED_STEPS = 2
+QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 BANDWIDTH_BYTES = [2**exponent for exponent in range(20, 30)]
 BANDWIDTH_SECONDS = 0.3  # for each size
 SCRATCH = 2**28  # bytes that are cleared between two collectives, to empty the cache
@@ -53,9 +54,9 @@ def measure(case: Mapping[str, Any], spec: Mapping[str, Any], world: World) -> d
     timer = StepTimer(prepared.stepper, batches, prepared.fit.accumulation, ClockSensors(device))
     warmup, _ = timer.run(0.0, WARMUP_STEPS)
     # Rank 0 decides how many steps, because the ranks would not agree about the time.
-    (step_seconds,) = world.broadcast([statistics.median(warmup)])
-    if (left := WARMUP_SECONDS[device.type] - sum(warmup)) > 0:
-        timer.run(0.0, math.ceil(world.broadcast([left])[0] / step_seconds))
+    step_seconds, warmed = world.broadcast([statistics.median(warmup), sum(warmup)])
+    if (left := WARMUP_SECONDS[device.type] - warmed) > 0:
+        timer.run(0.0, math.ceil(left / step_seconds))
     world.barrier()
     joules, began = _joules(device), time.perf_counter()
     steps = max(MIN_STEPS, math.ceil(float(spec["seconds"]) / step_seconds))
@@ -65,7 +66,7 @@ def measure(case: Mapping[str, Any], spec: Mapping[str, Any], world: World) -> d
     clocks = [float(reading["sm_mhz"]) for reading in readings if reading["sm_mhz"] is not None]
     watts = world.gather(None if joules is None or used is None else (used - joules) / elapsed)
     row = {
-        **{name: config.batch.tokens / quantile(seconds, 1 - share) for name, share in _SHARES.items()},
+        **{name: config.batch.tokens / quantile(seconds, 1 - share) for name, share in QUANTILES.items()},
         "steps": len(seconds),
         "peak_gib": [round(peak / 2**30, 3) for peak in peaks if peak is not None],
         "watts": [round(value, 1) for value in watts if value is not None],
@@ -81,9 +82,6 @@ def measure(case: Mapping[str, Any], spec: Mapping[str, Any], world: World) -> d
     if spec["profile"]:
         row["profile"] = world.gather(_profile(timer, row["step_seconds_of_ranks"][world.rank], world))
     return row
-
-
-_SHARES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
 
 
 class ClockSensors(environment_record.Sensors):
