@@ -13,11 +13,12 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser
 
 from benchmarks.contact_sheet import SIZES
+from tests.chromium import CHROMIUM, launched_chromium
 from tests.dashboard import made_up
-from tests.dashboard.browsing import CHROMIUM, drawn, serving
+from tests.dashboard.browsing import drawn, serving
 
 RUN_TO_OPEN = "runs/run-0007"
 
@@ -27,12 +28,8 @@ def browsing() -> Iterator[Browser]:
     """Run a headless chromium."""
     if CHROMIUM is None:
         raise SystemExit("chromium is not on the PATH; on Debian: apt-get install chromium")
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
-        )
+    with launched_chromium() as browser:
         yield browser
-        browser.close()
 
 
 def timed(runs: int, steps: int) -> dict[str, float]:

@@ -189,7 +189,7 @@ def product_rate(operator: Operator, rates: Rates) -> float:
 def step_seconds(shape: Shape, spec: StepSpec, rates: Rates) -> dict[str, float]:
     """Return the seconds of one optimizer step by item (`ITEMS`). They add up to the whole step."""
     seconds = item_seconds(shape, spec, rates)
-    seconds["communication"] += exposed_communication(shape, spec, rates, seconds)
+    seconds["communication"] += replica_overhead(shape, spec, rates, seconds)
     device = sum(seconds.values())
     exposed = exposed_seconds(shape, spec, rates, device)
     seconds["offload"] += exposed
@@ -240,7 +240,7 @@ def forwards_per_pass(spec: StepSpec) -> int:
     return 4 if spec.activation_checkpointing == "block" else 3
 
 
-def exposed_communication(shape: Shape, spec: StepSpec, rates: Rates, seconds: Mapping[str, float]) -> float:
+def replica_overhead(shape: Shape, spec: StepSpec, rates: Rates, seconds: Mapping[str, float]) -> float:
     """Return the seconds that replicas add to a step beside the sums that nothing can cover.
 
     They are what the sums of gradients take longer than the last backward, and new weights than the forward, what the

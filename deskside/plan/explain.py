@@ -20,10 +20,10 @@ from deskside.budget.separate_gradients import has_side_stream
 from deskside.budget.shape import matmul_params
 from deskside.budget.speed import (
     Rates,
-    exposed_communication,
     exposed_seconds,
     item_seconds,
     operator_seconds,
+    replica_overhead,
     step_seconds,
 )
 from deskside.budget.terms import Line, explained, leaf, traced
@@ -220,7 +220,7 @@ def _speed(plan: Plan, shown: StepEstimate, item: str) -> list[Line]:
         lines += explained("transfers beside the computation, beyond its time", exposed, "s", nothing)
         times.append(leaf("transfers beyond it", exposed))
     if item == "communication" and spec.gpus > 1 and not spec.sharded:
-        added = exposed_communication(shape, spec, rates, item_seconds(shape, spec, rates))
+        added = replica_overhead(shape, spec, rates, item_seconds(shape, spec, rates))
         lines += explained(
             "gradients and weights beside passes, and waiting for the slowest card", added, "s"
         )

@@ -15,7 +15,8 @@ import pytest
 from benchmarks.docs_hooks import ROOT_PAGES, on_page_markdown, root_page, unbroken_options
 from deskside.cli.completion import all_commands
 from deskside.config.merge import option_keys
-from tests.dashboard.browsing import CHROMIUM, serious_faults
+from tests.chromium import launched_chromium
+from tests.dashboard.browsing import serious_faults
 from tests.sources import ROOT
 
 if TYPE_CHECKING:
@@ -106,13 +107,8 @@ def test_links_to_other_sites_can_be_addresses(site: Path) -> None:
 
 @pytest.fixture
 def browser() -> Iterator["Browser"]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if CHROMIUM is None:
-        pytest.skip("there is no chromium on the PATH")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
+    with launched_chromium() as launched:
+        yield launched
 
 
 def faults_of(

@@ -12,7 +12,7 @@ from deskside.budget.operators.step import step_operators
 from deskside.budget.replicas import CONTENTION, SLOWEST_CARD, exchange
 from deskside.budget.shape import block_matrix_params, num_params
 from deskside.budget.sizes import Sizes
-from deskside.budget.speed import Rates, exposed_communication, item_seconds, step_seconds
+from deskside.budget.speed import Rates, item_seconds, replica_overhead, step_seconds
 from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 
@@ -66,7 +66,7 @@ def test_time_is_hidden_until_it_exceeds_the_pass(optimizer: Any) -> None:
     assert second - first == pytest.approx(total / 1e8)
     one_pass = total / 1e8 + lost - first  # a pass hides transfers in its forward only if weights travel too
     assert one_pass == pytest.approx(passes / step.accumulation * (1 if optimizer == "muon" else 2 / 3))
-    assert exposed_communication(SHAPE, spec(1), slow, seconds) == 0
+    assert replica_overhead(SHAPE, spec(1), slow, seconds) == 0
 
 
 def test_muon_is_shared() -> None:

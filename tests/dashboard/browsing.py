@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -19,7 +18,6 @@ from deskside.dashboard.page import FIRST_PAGE
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 DRAWN = (
     "!document.querySelector('[data-testid=stSkeleton]') && "

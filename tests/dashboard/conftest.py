@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.chromium import launched_chromium
 from tests.dashboard import made_up
-from tests.dashboard.browsing import CHROMIUM, serving
+from tests.dashboard.browsing import serving
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
@@ -38,13 +39,5 @@ def address(served_root: Path) -> Iterator[str]:
 # Module scope, because playwright keeps an event loop running, which breaks other tests that use asyncio.
 @pytest.fixture(scope="module")
 def browser() -> Iterator["Browser"]:
-    """A headless Chromium. Without one, the tests that need it are skipped."""
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    if CHROMIUM is None:
-        pytest.skip("there is no chromium on the PATH")
-    with sync_api.sync_playwright() as playwright:
-        launched = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
-        )
+    with launched_chromium() as launched:
         yield launched
-        launched.close()

@@ -144,7 +144,7 @@ def test_nothing_leaves_this_machine_and_nothing_can_be_deployed(browser: "Brows
 
 def test_the_index_of_every_page_knows_the_address_of_the_server(address: str) -> None:
     for path in ("", *(spec.name for spec in PAGES)):
-        with urllib.request.urlopen(f"{address}/{path}", timeout=5) as answer:
+        with urllib.request.urlopen(f"{address}/{path}", timeout=60) as answer:
             text = answer.read().decode()
         assert text.index(BASE_SCRIPT) < text.index('type="module"'), path
 
@@ -160,5 +160,5 @@ def test_it_answers_on_this_machine_only(address: str) -> None:
     ]
     local = {"0100007F", "00000000000000000000000001000000"}
     assert listening and set(listening) <= local
-    with urllib.request.urlopen(f"{address}/_stcore/health", timeout=5) as answer:
+    with urllib.request.urlopen(f"{address}/_stcore/health", timeout=60) as answer:
         assert answer.status == 200

@@ -3,7 +3,6 @@
 import fcntl
 import json
 import re
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,19 +86,18 @@ def test_ticked_runs_are_compared(browser: "Browser", address: str) -> None:
     page.close()
 
 
-def test_a_metric_that_is_written_is_seen_on_both_pages_within_five_seconds(
+def test_a_metric_that_is_written_is_seen_on_both_pages(
     browser: "Browser", address: str, served_root: Path
 ) -> None:
-    """The value is far from all others. With a load of 11 on two cores, both pages had it after 2.7 s at most."""
+    """The value is far from all others. After how long it is seen is measured by benchmarks/dashboard.py."""
     table, run = opened(browser, address, "runs"), opened(browser, address, "run", "?run=runs/now")
     speed = run.locator('[data-testid="stMetric"]').filter(has_text="tokens/s").get_by_text("777,777")
     assert speed.count() == 0
     row = {**made_up.row(41), "tokens_per_second": 777_777.0}
     with (served_root / "runs/now/metrics.jsonl").open("a") as file:
         file.write(json.dumps(row) + "\n")
-    end = time.monotonic() + 5.0
     for seen in (speed, run.get_by_text("step 41 of 200"), table.locator(".runs td").get_by_text("777,777")):
-        seen.wait_for(timeout=max(1.0, 1000 * (end - time.monotonic())))
+        seen.wait_for()
     for page in (table, run):
         settled(page)
         page.close()
@@ -189,14 +187,14 @@ def test_runs_events_and_samples_are_seen_without_a_click(
     log.evaluate("e => { e.scrollTop = 200 }")
     with events.open("a") as file:
         file.write("2026-11-24 10:01:00 evaluated\n")
-    log.get_by_text("evaluated").wait_for(timeout=5_000)
+    log.get_by_text("evaluated").wait_for()
     assert log.evaluate("e => e.scrollTop") == 200
     page.get_by_role("tab", name="Samples").click()
     page.get_by_text("There are no samples").wait_for()
     sample = {"prompt": "Once upon", "text": " a time"}
     (folder / "summary.json").write_text(json.dumps({"status": "finished", "samples": [sample]}))
     lock.close()
-    page.get_by_text("Once upon a time").wait_for(timeout=5_000)
+    page.get_by_text("Once upon a time").wait_for()
     assert page.get_by_role("tab", name="Samples").get_attribute("aria-selected") == "true"
     settled(page)
     page.close()

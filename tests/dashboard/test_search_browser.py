@@ -62,14 +62,14 @@ def test_a_trial_that_ends_and_a_step_are_seen_while_the_search_runs(
         page.get_by_text("trial 8: step 40 of 200").wait_for()
         with (folder / run / "metrics.jsonl").open("a") as file:
             file.write(json.dumps(made_up.row(41)) + "\n")
-        page.get_by_text("trial 8: step 41 of 200").wait_for(timeout=5_000)
+        page.get_by_text("trial 8: step 41 of 200").wait_for()
         outcome = read_outcome(folder)
         ended = replace(outcome.trials[-1], status="finished", loss=1.2345, elapsed=600.0)
         write_outcome(
             replace(outcome, trials=[*outcome.trials[:-1], ended], answer="so far, trial 8 is the best"),
             folder,
         )
-        page.get_by_text("so far, trial 8 is the best").wait_for(timeout=5_000)
+        page.get_by_text("so far, trial 8 is the best").wait_for()
         page.get_by_text("6 finished").wait_for()
     for path in folder.glob("*.json"):
         os.utime(path, (1_700_000_000, 1_700_000_000))

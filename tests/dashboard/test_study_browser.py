@@ -55,7 +55,7 @@ def test_a_step_of_a_running_trial_is_seen_on_the_page_of_its_study(
         row = {**made_up.row(41), "val_bpb": 1.2345}
         with (folder / "runs/trial/metrics.jsonl").open("a") as file:
             file.write(json.dumps(row) + "\n")
-        page.get_by_text("step 41 of 200").wait_for(timeout=5_000)
+        page.get_by_text("step 41 of 200").wait_for()
         page.get_by_text("1.2345 bits per byte").wait_for()
         page.close()
     shutil.rmtree(folder)

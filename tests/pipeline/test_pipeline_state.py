@@ -70,19 +70,21 @@ def wait_to_be_killed(folder: Path) -> None:
         time.sleep(60)
 
 
-def test_a_kill_loses_no_more_than_a_beat(tmp_path: Path) -> None:
+def test_a_kill_keeps_the_time_of_the_last_beat(tmp_path: Path) -> None:
+    began = time.monotonic()
     child = tiny_run.call(wait_to_be_killed, tmp_path, log=tmp_path / "log")
     file = tmp_path / "run" / "go.json"
-    while not file.exists():
+
+    def spent() -> float:
+        return float(json.loads(file.read_text("utf-8"))["spent_seconds"])
+
+    while not file.exists() or spent() < 0.5:
+        assert child.alive() and time.monotonic() - began < 60, child.text()
         time.sleep(0.01)
-    began = time.monotonic()
-    time.sleep(1.0)
-    assert child.alive(), child.text()
+    saved = spent()
     child.kill(signal.SIGKILL)
-    lived = time.monotonic() - began
     assert child.wait() == -signal.SIGKILL
-    spent = json.loads(file.read_text("utf-8"))["spent_seconds"]
-    assert lived - 0.6 < spent < lived + 0.6
+    assert saved <= spent() < time.monotonic() - began
 
 
 def hold(folder: Path) -> None:
@@ -121,7 +123,7 @@ def test_a_full_disk_stops_no_beat(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(state.run, "write_json", refuse)
     with state.recording():
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while len(failed) < 3:
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -1,7 +1,6 @@
 """Report pages in a headless Chromium: length, first screen, dark mode, phone, print, keyboard and accessibility."""
 
 import re
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,18 +16,16 @@ from deskside.report.svg import save
 from deskside.report.write import write_report
 from deskside.study.results import ClaimResult, Results
 from deskside.study.stats.compare import compare
+from tests.chromium import launched_chromium
 from tests.report.test_run_report import make_run
 from tests.study import made
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is not installed")
-from axe_playwright_python.sync_playwright import Axe  # noqa: E402
+from axe_playwright_python.sync_playwright import Axe
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium on the PATH")
 DESKTOP, PHONE = {"width": 1440, "height": 900}, {"width": 390, "height": 844}
 VERDICTS = (
     "contradicted",
@@ -82,12 +79,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator["Browser"]:
-    with sync_api.sync_playwright() as playwright:
-        launched = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-dev-shm-usage"]
-        )
+    with launched_chromium() as launched:
         yield launched
-        launched.close()
 
 
 def opened(browser: "Browser", path: Path, size: dict[str, int] = DESKTOP, scheme: Any = "light") -> "Page":

@@ -40,7 +40,6 @@ class ChatPage:
             **options,  # options of a browser context, such as is_mobile
         )
         self.page = self.context.new_page()
-        self.page.set_default_timeout(15_000)
         self.requests: list[Any] = []
         self.complaints: list[str] = []
         self.page.on("request", lambda request: self.requests.append(request))
@@ -62,7 +61,7 @@ class ChatPage:
 
     def answer(self) -> str:
         """Wait for the end of the answer, and return its text."""
-        expect(self.page.locator("#stop")).to_be_hidden(timeout=15_000)
+        expect(self.page.locator("#stop")).to_be_hidden()
         return self.last.locator("> .text").inner_text()
 
     @property

@@ -10,10 +10,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from playwright.sync_api import Browser, sync_playwright
+from playwright.sync_api import Browser
 
 from benchmarks.contact_sheet import FORMS, SIZES
-from tests.dashboard.browsing import CHROMIUM, serious_faults
+from tests.chromium import launched_chromium
+from tests.dashboard.browsing import serious_faults
 from tests.data.chat.templates import template
 from tests.serve.chat_page import TOOLS, ChatPage, PreparedServer
 from tests.serve.chatty import make_chatty
@@ -89,10 +90,8 @@ def take_all(browser: Browser, folder: Path) -> list[str]:
 
 def main(folder: Path) -> None:
     """Take all pictures."""
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+    with launched_chromium() as browser:
         faults = take_all(browser, folder)
-        browser.close()
     sys.exit("\n".join(faults))
 
 

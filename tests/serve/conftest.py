@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from tests.chromium import launched_chromium
 from tests.data.chat.templates import template
 from tests.serve.chatty import make_chatty
 
@@ -18,16 +19,8 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="module")  # while it is open, the thread has an event loop, and asyncio.run() fails
 def browser() -> Iterator["Browser"]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    chromium = shutil.which("chromium") or shutil.which("chromium-browser")
-    if chromium is None:
-        pytest.skip("there is no chromium on the PATH")
-    with sync_api.sync_playwright() as playwright:
-        launched = playwright.chromium.launch(
-            executable_path=chromium, args=["--no-sandbox", "--disable-dev-shm-usage"]
-        )
+    with launched_chromium() as launched:
         yield launched
-        launched.close()
 
 
 @pytest.fixture(scope="session")

@@ -423,9 +423,7 @@ def test_the_server_is_killed_and_returns(browser: "Browser", prepared: Prepared
     page.get_by_role("button", name="Try now").click()
     expect(banner).to_be_visible()
     prepared.start()
-    expect(chat.page.locator(".turn.assistant > .text")).to_have_text(
-        "asked while it was away", timeout=15_000
-    )
+    expect(chat.page.locator(".turn.assistant > .text")).to_have_text("asked while it was away")
     expect(banner).to_be_hidden()
     page.locator("#conversations .title").nth(1).click()
     expect(chat.last.locator("> .text")).to_have_text(begun)

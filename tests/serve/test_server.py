@@ -356,14 +356,14 @@ def test_places_run_out_and_come_back_when_clients_leave(address: str, client: o
         # Both have hung up long before their end.
         waited = time.monotonic()
         while http.post("/v1/completions", json={"prompt": "a", "n": 8}).status_code == 429:
-            assert time.monotonic() - waited < 10, "places were not given back"
+            assert time.monotonic() - waited < 60, "places were not given back"
             time.sleep(0.05)
     # A client that waits for a complete answer and disconnects frees its slots too.
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{address}/v1/completions", json={**long, "n": 8, "stream": False}, timeout=0.5)
     waited = time.monotonic()
     while httpx.post(f"{address}/v1/completions", json={"prompt": "a", "n": 8}).status_code == 429:
-        assert time.monotonic() - waited < 10, "places were not given back"
+        assert time.monotonic() - waited < 60, "places were not given back"
         time.sleep(0.05)
 
 
@@ -395,7 +395,7 @@ def test_sigterm_drains_and_exits_with_0(tmp_path_factory: pytest.TempPathFactor
         assert "data: [DONE]" in rest and len(rest) > 100
         waited = time.monotonic()
         with pytest.raises(httpx.TransportError):
-            while time.monotonic() - waited < 10:
+            while time.monotonic() - waited < 60:
                 httpx.get(f"{base}/health")
 
 

@@ -164,7 +164,7 @@ def test_a_second_ctrl_c_ends_everything_at_once(
     time.sleep(0.5)
     assert process.poll() is None  # it waits for them
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=20)
+    process.communicate(timeout=60)
     assert not any(alive(pid) for pid in pids(folder))
     assert statuses(folder) == ["pending"] * 4
 

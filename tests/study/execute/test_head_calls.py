@@ -43,6 +43,6 @@ def test_a_call_without_answer_ends_the_study() -> None:
         head.get(lambda: 7)
     assert head.dead and raised.value.exit_code == 1 and "\n" not in str(raised.value)
     answer.set()
-    assert silent.result(timeout=10)
+    assert silent.result(timeout=60)
     with pytest.raises(RunError, match="host:6379"):
         head.check()

@@ -183,7 +183,7 @@ def test_this_machine_waits_for_a_process_on_another(tmp_path: Path) -> None:
             waiting = pool.submit(executor.wait_until_idle, run)
             time.sleep(0.3)
             assert not waiting.done()
-        waiting.result(timeout=10)
+        waiting.result(timeout=60)
 
 
 class GoneNode:
