@@ -1,8 +1,9 @@
 """Measured steps of the hand-written execution mode (since 2026-11-21) in docs/data, with the planner's predictions.
 
-There are four kinds: steps of `benchmarks/step.py` and `benchmarks/memory.py`, whole runs of `benchmarks/parity.py`,
-the arms of the study `claims`, and steps of small passes that this module measured. Repetitions of one configuration
-are one point with the median of their speeds, so that configurations that were repeated often do not dominate a fit.
+There are four kinds: steps of `benchmarks/step.py`, `benchmarks/memory.py` and of the scaling run on one GPU, whole
+runs of `benchmarks/parity.py`, the arms of the study `claims`, and steps of small passes that this module measured.
+Repetitions of one configuration are one point with the median of their speeds, so that configurations that were
+repeated often do not dominate a fit.
 
     python -m benchmarks.planner_points --out FILE [--device cpu] [--seconds 100]
 
@@ -20,13 +21,14 @@ import statistics
 import tarfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import zstandard
 
+from benchmarks.scaling_cases import Case
 from benchmarks.step_config import configuration
 from deskside.budget.format_costs import LowFormat
 from deskside.budget.speed import Rates
@@ -41,6 +43,7 @@ STEP_FOLDERS = (
     "2026-11-22-release/step",
     "2026-11-22-release/memory",
 )
+SCALING_FILE = "2026-11-28-scaling/first/measured.jsonl"
 PASSES_FILE = "2026-11-23-card/passes.json"
 RUN_FOLDERS = ("2026-11-21-step/parity", "2026-11-22-h200/parity", "2026-11-22-release/parity")
 STUDY_ARCHIVE = "2026-11-22-release/study/claims.tar.zst"
@@ -90,7 +93,7 @@ class MeasuredPoint:
 def points() -> tuple[MeasuredPoint, ...]:
     """Return every measured configuration, in a fixed order."""
     by_setting: dict[tuple[Kind, Setting], list[MeasuredPoint]] = {}
-    for point in [*_steps(), *_runs(), *_study(), *_passes()]:
+    for point in [*_steps(), *_scaling(), *_runs(), *_study(), *_passes()]:
         by_setting.setdefault((point.kind, point.setting), []).append(point)
     return tuple(_merge(repetitions) for repetitions in by_setting.values())
 
@@ -149,6 +152,20 @@ def _step(arm: str, result: dict[str, Any], source: str) -> MeasuredPoint:
     return MeasuredPoint(
         "steps", name + recomputed, setting, (speed,), result["peak_allocated_gib"], (source,)
     )
+
+
+def _scaling() -> Iterator[MeasuredPoint]:
+    """Yield the cases of the scaling run on one GPU. Each card of the host is a repetition."""
+    for line in (ROOT / SCALING_FILE).read_text("utf-8").splitlines():
+        row = json.loads(line)
+        if row["gpus"] > 1:
+            continue
+        case = Case(**{field.name: row[field.name] for field in fields(Case)})
+        config = configuration({"preset": case.preset, "optimizer": case.optimizer, "config": case.config()})
+        setting = _setting(config, row["recipe"], row["native"], row["micro_tokens"])
+        rows = f", one row of {case.tokens:,}" if case.mode == "context" else ""
+        name = f"{case.preset}, {case.precision}, {case.optimizer}{rows}"
+        yield MeasuredPoint("steps", name, setting, (row["p50"],), row["peak_gib"][0], (SCALING_FILE,))
 
 
 def _runs() -> Iterator[MeasuredPoint]:

@@ -12,16 +12,19 @@ backward computes last.
 
 A ring's all-reduce sends every weight twice, less one n-th. A reduce and a broadcast to or from one GPU pass on every
 weight once. What passes lose while gradients travel beside them was measured on two H200 (docs/log.md, 2026-11-28):
-124m and 340m with AdamW, BF16 and FP8, took 2.0 to 3.2 % longer than on the slower card alone, besides what is exposed.
-It was the same with 4 and with 16 of NCCL's blocks, and without P2P, through host memory.
+124m and 340m with AdamW, BF16 and FP8, took 2.0 to 3.2 % longer than on the slower card alone, beyond what is exposed.
+With Muon it was -0.4 to 1.1 %, because the cards also share its update.
 """
 
 from dataclasses import dataclass
 
+from deskside.budget.shape import num_params
 from deskside.budget.sizes import Sizes
 from deskside.budget.step_spec import StepSpec
 
-CONTENTION = 0.026  # by which the last pass of replicas is longer while gradients are summed beside it
+# By which the last pass is longer if float32 gradients of all weights were summed beside it: the median of the four
+# cases with AdamW, divided by the share of the weights that are summed beside it.
+CONTENTION = 0.032
 SLOWEST_CARD = 0.012  # by which the slower of two H200 was slower than their mean; all wait for it
 BUCKET_WEIGHTS = 2**22  # gradients of at least so many weights are summed alone, in place; a test compares
 # Buckets whose memory is in use at once, if gradients are sent in another format than their own.
@@ -61,6 +64,12 @@ def exchange(s: Sizes, trained: float) -> Exchange:
     if spec.compiled and not spec.fused:  # torch.compile's forward waits for no single layer
         in_forward, exposed = 0.0, exposed + in_forward
     return Exchange(in_backward, exposed, in_forward)
+
+
+def contention(s: Sizes, sent: Exchange) -> float:
+    """Return by which share the last pass is longer because gradients are summed beside it."""
+    everything = 8.0 * (s.gpus - 1) / s.gpus * num_params(s.shape)
+    return CONTENTION * sent.in_backward / everything
 
 
 def bucket_bytes(s: Sizes, trained: float) -> float:

@@ -7,6 +7,7 @@ The time of each operator is computed separately and the times are added, becaus
     traffic     bytes / (bandwidth x efficiency)
     quantize    bytes / (bandwidth x efficiency of traffic)
     layers      a fixed delay per layer and pass: the tails of many small kernels
+    muon        a fixed delay per step with Muon, for the same reason
 
 Meanwhile the host launches the next kernels (`budget/host.py`). With small passes, the host takes longer than the
 device; the item `host` is the time that the device waits.
@@ -25,9 +26,9 @@ from dataclasses import dataclass, field, replace
 from deskside.budget.format_costs import EMULATED_RATE_SHARE
 from deskside.budget.host import HostTimes, host_seconds, overlapped_seconds
 from deskside.budget.host_memory import host_gradient_bytes, offloaded_activation_bytes
-from deskside.budget.operators.operator import PRODUCTS, TRAFFIC, Operator
+from deskside.budget.operators.operator import DELAYS, PRODUCTS, TRAFFIC, Operator
 from deskside.budget.operators.step import step_operators
-from deskside.budget.replicas import CONTENTION, SLOWEST_CARD, exchange
+from deskside.budget.replicas import SLOWEST_CARD, contention, exchange
 from deskside.budget.shape import Shape
 from deskside.budget.sizes import Sizes
 from deskside.budget.states import state_bytes, trained_weights
@@ -57,7 +58,7 @@ class Efficiency:
         low_precision: Factor on `matmul` and `head` for FP8 and NVFP4 products, relative to the rate of their format.
         rowwise: Additional factor for FP8 products with a scale per row.
         windowed: Factor on the efficiency of attention for kernels with a sliding window, at any row length.
-        muon_width: Hidden size at which Newton-Schulz runs at half of `optimizer_matmul`.
+        muon_seconds: What a Muon step takes beyond its FLOPs and bytes, in about 300 short kernels.
     """
 
     matmul: float = 0.911
@@ -73,7 +74,7 @@ class Efficiency:
     layer_seconds: float = 244e-6
     rowwise: float = 0.619
     windowed: float = 0.476
-    muon_width: float = 0.0
+    muon_seconds: float = 0.0
 
     def attention(self, head_dim: int, length: int = FITTED_LENGTH) -> float:
         """Return the efficiency for rows of `length` tokens: the one at 2,048, times what longer rows gain.
@@ -92,9 +93,9 @@ class Efficiency:
 # H200, in BF16 and FP8 (docs/log.md, 2026-11-21), and used as a prior when fitting to whole steps. attention_128 was
 # not measured: its ratio to attention_64 is that of the compiled step.
 FUSED_EFFICIENCY = Efficiency(
-    matmul=0.892, head=0.881, attention_64=0.360, attention_128=0.441, traffic=0.753, weights=0.751,
-    optimizer_matmul=0.894, optimizer_traffic=0.690, loss_traffic=0.574, low_precision=0.992, layer_seconds=196e-6,
-    rowwise=0.637, windowed=0.471, muon_width=1457.0,
+    matmul=0.891, head=0.923, attention_64=0.360, attention_128=0.440, traffic=0.758, weights=0.743,
+    optimizer_matmul=0.801, optimizer_traffic=0.695, loss_traffic=0.610, low_precision=1.001, layer_seconds=222e-6,
+    rowwise=0.620, windowed=0.475, muon_seconds=4.22e-3,
 )  # fmt: skip
 
 
@@ -163,14 +164,12 @@ def operator_seconds(operator: Operator, rates: Rates, spec: StepSpec) -> float:
                 share *= efficiency.rowwise
         if operator.windowed:
             share *= efficiency.windowed
-        if group == "optimizer_matmul":
-            share /= 1 + efficiency.muon_width / operator.width
         return rates.compute * amount / (peak * share)
     if group in TRAFFIC:
         share = float(getattr(efficiency, "traffic" if group == "quantize" else group))
         return rates.memory * amount / (rates.bandwidth * share)
-    if group == "layers":
-        return rates.delay * amount * efficiency.layer_seconds
+    if group in DELAYS:
+        return rates.delay * amount * float(getattr(efficiency, DELAYS[group]))
     return amount / (rates.link_bandwidth if group == "communication" else rates.host_bandwidth)
 
 
@@ -244,7 +243,7 @@ def replica_overhead(shape: Shape, spec: StepSpec, rates: Rates, seconds: Mappin
     """Return the seconds that replicas add to a step beside the sums that nothing can cover.
 
     They are what the sums of gradients take longer than the last backward, and new weights than the forward, what the
-    sums take from the last pass, and what all wait for the slowest card. seconds: `item_seconds`.
+    sums cost the last pass, and what all wait for the slowest card. seconds: `item_seconds`.
     """
     if spec.gpus == 1 or spec.sharded:
         return 0.0
@@ -259,7 +258,7 @@ def replica_overhead(shape: Shape, spec: StepSpec, rates: Rates, seconds: Mappin
     computing = sum(
         value for item, value in seconds.items() if item not in ("communication", "offload", "host")
     )
-    return beyond + CONTENTION * one_pass + SLOWEST_CARD * computing
+    return beyond + contention(sizes, sent) * one_pass + SLOWEST_CARD * computing
 
 
 def tokens_per_second(shape: Shape, spec: StepSpec, rates: Rates) -> float:

@@ -36,6 +36,7 @@ from deskside.utils.quick_start import create_cuda_context, quick_imports
 if TYPE_CHECKING:
     from deskside.optim.lr_schedule import SchedulePoint
 
+TABLE_RATES = ("embedding_lr", "head_lr")
 WARMUP_ENDS = "warm-up ends"  # label of a row of optim.lr_schedule.describe
 
 
@@ -137,11 +138,14 @@ def run(argv: Sequence[str]) -> int:
 
 
 def warn_of_high_rate(chosen: Mapping[str, Any]) -> None:
-    """Warn if trained weights would start with the learning rate of random ones. chosen: the user's configuration."""
-    if "lr" not in chosen.get("optim", {}):
+    """Warn if trained weights would start with learning rates of random ones. chosen: the user's configuration."""
+    optim = chosen.get("optim", {})
+    rates = ("lr",) if optim.get("name") == "adamw" else ("lr", *TABLE_RATES)
+    if defaults := [f"optim.{name}" for name in rates if name not in optim]:
+        verb = "has the default" if len(defaults) == 1 else "have the defaults"
         say(
-            "warning: --init: optim.lr has the default for random weights; trained weights usually need a lower one, "
-            "such as --optim.name adamw --optim.scale false --optim.lr 2e-5"
+            f"warning: --init: {', '.join(defaults)} {verb} for random weights; trained weights usually need lower "
+            "ones, such as --optim.name adamw --optim.scale false --optim.lr 2e-5"
         )
 
 
@@ -200,10 +204,22 @@ def _configure(
     elif initial is not None:
         merge.refuse_other_model(initial.config, given, str(options.init))
         layers = [*layers, *merge.resolved_layers("model", initial.config.model_dump(mode="json"))]
+        layers = [*layers, _rates_of_tables(merge.merge([*layers, given])[0])]
     config = build_on_gpus([*layers, given], processes)
     if options.upcycle:
         _check_upcycled(options, initial.config, config)
     return config
+
+
+def _rates_of_tables(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a layer in which AdamW has one rate for all trained weights, but for rates that the user has chosen.
+
+    The higher ones of embedding and head are for random weights. chosen: the user's configuration.
+    """
+    optim = chosen.get("optim", {})
+    if optim.get("name") != "adamw":
+        return {}
+    return {"optim": {"name": "adamw", **{name: None for name in TABLE_RATES if name not in optim}}}
 
 
 def _upcycled_layers(

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from deskside.budget.host import HostTimes, device_seconds, host_seconds
-from deskside.budget.operators.operator import PRODUCTS, TRAFFIC, Group
+from deskside.budget.operators.operator import DELAYS, PRODUCTS, TRAFFIC, Group
 from deskside.budget.operators.step import step_operators
 from deskside.budget.speed import Rates, operator_seconds
 from deskside.budget.step_spec import StepSpec
@@ -326,4 +326,4 @@ def _part_of(group: Group) -> int:
         return 0
     if group in TRAFFIC:
         return 1
-    return 2 if group == "layers" else 3
+    return 2 if group in DELAYS else 3

@@ -37,7 +37,10 @@ from deskside.utils.errors import UsageError
 from deskside.utils.format import duration, gib, number
 
 # Units of operators by group; the others are in bytes.
-UNITS = {"matmul": "FLOP", "head": "FLOP", "optimizer_matmul": "FLOP", "attention": "FLOP", "layers": "times"}
+UNITS = {
+    "matmul": "FLOP", "head": "FLOP", "optimizer_matmul": "FLOP", "attention": "FLOP", "layers": "times",
+    "muon": "times",
+}  # fmt: skip
 # Descriptions of items. An item "part.name" that is not listed has the description of its part.
 DESCRIPTIONS = {
     "memory.weights": "weights",
@@ -277,7 +280,7 @@ def _traced_rates(rates: Rates) -> Rates:
         "low_precision": "low-precision share",
         "rowwise": "row-wise share",
         "windowed": "window share",
-        "muon_width": "width of half efficiency",
+        "muon_seconds": "short kernels of Muon",
     }
     return replace(
         named_rates, efficiency=traced(rates.efficiency, **names), fused=traced(rates.fused, **names)

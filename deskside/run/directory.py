@@ -30,6 +30,9 @@ from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import append_line, sync, write_atomically, write_error
 from deskside.utils.parsing import Unreadable, json_value
 
+# What runs did before an option existed, where that is not its default now: by optimizer.
+BEFORE_OPTIONS: dict[str | None, dict[str, None]] = {"adamw": {"embedding_lr": None, "head_lr": None}}
+
 
 class RunDirectory:
     """Paths and atomic writes of one run. Only the process with rank 0 writes."""
@@ -136,7 +139,7 @@ class RunDirectory:
         """Return the run's configuration from run.json, with its paths resolved. Raises RunError if it is invalid."""
         run = self.read_json("run.json")
         try:
-            config = RunConfig.model_validate(run["config"])
+            config = RunConfig.model_validate(_with_options_before_they_existed(run["config"]))
         except (KeyError, TypeError, ValueError) as error:
             reason = first_problem(error) if isinstance(error, ValidationError) else "it has no config"
             raise RunError(f"{self.path / 'run.json'}: has no valid run configuration ({reason})") from None
@@ -217,6 +220,17 @@ def resolve_path(path: str, directory: object) -> str:
     resolved = Path(directory) / path
     was_moved = not resolved.exists() and Path(path).exists()
     return path if was_moved else str(resolved)
+
+
+def _with_options_before_they_existed(config: Any) -> Any:
+    """Return a recorded configuration with `BEFORE_OPTIONS` in place of what it lacks.
+
+    A recorded configuration has every option, so a run without the key is older than the option.
+    """
+    optim = config.get("optim") if isinstance(config, dict) else None
+    if not isinstance(optim, dict):  # `RunConfig` has the message for it
+        return config
+    return {**config, "optim": {**BEFORE_OPTIONS.get(optim.get("name"), {}), **optim}}
 
 
 def with_resolved_paths(config: RunConfig, run: Mapping[str, Any]) -> RunConfig:

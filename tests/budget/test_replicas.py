@@ -9,11 +9,12 @@ import pytest
 
 from deskside.budget.host_memory import checkpoint_bytes
 from deskside.budget.operators.step import step_operators
-from deskside.budget.replicas import CONTENTION, SLOWEST_CARD, exchange
+from deskside.budget.replicas import CONTENTION, SLOWEST_CARD, contention, exchange
 from deskside.budget.shape import block_matrix_params, num_params
 from deskside.budget.sizes import Sizes
 from deskside.budget.speed import Rates, item_seconds, replica_overhead, step_seconds
-from deskside.budget.step_spec import StepSpec
+from deskside.budget.states import trained_weights
+from deskside.budget.step_spec import AdapterSpec, StepSpec
 from deskside.config.model import ModelConfig
 
 SHAPE = ModelConfig()
@@ -58,7 +59,9 @@ def test_time_is_hidden_until_it_exceeds_the_pass(optimizer: Any) -> None:
     sent = exchange(Sizes(SHAPE, step), ALL)
     seconds = item_seconds(SHAPE, step, RATES)
     passes = sum(seconds[item] for item in ("matmul", "attention", "traffic", "loss", "launches"))
-    lost = CONTENTION * passes / step.accumulation + SLOWEST_CARD * (passes + seconds["optimizer"])
+    lost = contention(Sizes(SHAPE, step), sent) * passes / step.accumulation + SLOWEST_CARD * (
+        passes + seconds["optimizer"]
+    )
     assert step_seconds(SHAPE, step, RATES)["communication"] == pytest.approx(sent.exposed / 100e9 + lost)
     slow, slower = (replace(RATES, link_bandwidth=rate) for rate in (1e8, 0.5e8))
     first, second = (step_seconds(SHAPE, step, rates)["communication"] for rates in (slow, slower))
@@ -67,6 +70,18 @@ def test_time_is_hidden_until_it_exceeds_the_pass(optimizer: Any) -> None:
     one_pass = total / 1e8 + lost - first  # a pass hides transfers in its forward only if weights travel too
     assert one_pass == pytest.approx(passes / step.accumulation * (1 if optimizer == "muon" else 2 / 3))
     assert replica_overhead(SHAPE, spec(1), slow, seconds) == 0
+
+
+def test_a_pass_loses_time_only_for_what_travels_beside_it() -> None:
+    def lost(**changes: Any) -> float:
+        sizes = Sizes(SHAPE, spec(**changes))
+        return contention(sizes, exchange(sizes, trained_weights(sizes)))
+
+    assert 0.7 * CONTENTION < lost(optimizer="adamw") < CONTENTION
+    assert lost(optimizer="adamw", gradient_dtype="bfloat16") == pytest.approx(lost(optimizer="adamw") / 2)
+    assert lost(optimizer="adamw", context=2) == 0  # nothing is summed beside its backward
+    adapter = AdapterSpec(8, ("q_proj", "v_proj"), "bfloat16")
+    assert 0 < lost(optimizer="adamw", adapter=adapter) < 0.05 * CONTENTION
 
 
 def test_muon_is_shared() -> None:

@@ -1,6 +1,7 @@
 """`deskside train`: errors before anything is written, the dry run, and --init."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -338,10 +339,34 @@ def test_speed_of_steps_and_of_the_run(rate: float | None, said: str) -> None:
 
 @pytest.mark.parametrize(
     ("chosen", "warned"),
-    [({}, True), ({"optim": {"name": "adamw"}}, True), ({"optim": {"lr": 1e-5}}, False)],
+    [
+        ({}, ["lr", "embedding_lr", "head_lr"]),
+        ({"name": "adamw"}, ["lr"]),
+        ({"name": "adamw", "lr": 1e-5}, []),
+        ({"lr": 1e-5}, ["embedding_lr", "head_lr"]),
+        ({"lr": 1e-5, "embedding_lr": 1e-5, "head_lr": 1e-5}, []),
+    ],
 )
-def test_trained_weights_with_the_rate_of_random_ones(
-    chosen: dict[str, Any], warned: bool, capsys: pytest.CaptureFixture[str]
+def test_trained_weights_with_the_rates_of_random_ones(
+    chosen: dict[str, Any], warned: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    warn_of_high_rate(chosen)
-    assert capsys.readouterr().err.startswith("warning: --init: optim.lr") == warned
+    warn_of_high_rate({"optim": chosen})
+    said = capsys.readouterr().err.partition(" for random weights")[0]
+    assert re.findall(r"optim\.(\w+)", said) == warned
+
+
+@pytest.mark.parametrize(
+    ("given", "rates"), [([], (None, None)), (["--optim.head_lr", "0.01"], (None, 0.01))]
+)
+def test_trained_weights_have_one_rate(
+    given: list[str],
+    rates: tuple[float | None, float | None],
+    made: MadeRun,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With AdamW, the higher rates of embedding and head are for random weights."""
+    optimizer = ["--optim.name", "adamw", "--optim.lr", "2e-5"]
+    for options in ([], ["--optim.scale", "false"]):
+        config = dry(["--init", str(made.path), *optimizer, *options, *given], capsys)["config"]
+        assert (config["optim"]["embedding_lr"], config["optim"]["head_lr"]) == rates
+    assert dry(["demo", *optimizer], capsys)["config"]["optim"]["head_lr"] == 0.008

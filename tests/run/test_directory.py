@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deskside.config.optim import AdamWConfig
 from deskside.config.run import RunConfig
 from deskside.run import directory
 from deskside.run.directory import RunDirectory
@@ -147,6 +148,17 @@ def test_invalid_configuration_raises_run_error(tmp_path: Path, damage: str) -> 
     (tmp_path / "run.json").write_text(damage)
     with pytest.raises(RunError, match=r"run\.json: has no valid run configuration"):
         RunDirectory.open(tmp_path).config()
+
+
+def test_a_run_that_is_older_than_an_option_keeps_its_rates(tmp_path: Path) -> None:
+    now = RunConfig(optim=AdamWConfig()).model_dump(mode="json")
+    old = {**now, "optim": {k: v for k, v in now["optim"].items() if k not in ("embedding_lr", "head_lr")}}
+    for config, rates in ((now, (0.1, 0.008)), (old, (None, None))):
+        (tmp_path / "run.json").write_text(
+            json.dumps({"config": config, "schema_version": 1, "directory": "."})
+        )
+        optim = RunDirectory.open(tmp_path).config().optim
+        assert isinstance(optim, AdamWConfig) and (optim.embedding_lr, optim.head_lr) == rates
 
 
 @pytest.mark.parametrize("version", [None, 2, "1"])

@@ -7,16 +7,18 @@ from deskside.budget.format_costs import RunsAs
 
 Group = Literal[
     "matmul", "head", "attention", "traffic", "loss_traffic", "weights", "quantize",
-    "optimizer_matmul", "optimizer_traffic", "communication", "offload", "layers",
+    "optimizer_matmul", "optimizer_traffic", "muon", "communication", "offload", "layers",
 ]  # fmt: skip
 
 PRODUCTS: tuple[Group, ...] = ("matmul", "head", "attention", "optimizer_matmul")
 TRAFFIC: tuple[Group, ...] = ("traffic", "quantize", "loss_traffic", "weights", "optimizer_traffic")
+# Fixed delays, and the efficiency that says how long one of them is.
+DELAYS: dict[Group, str] = {"layers": "layer_seconds", "muon": "muon_seconds"}
 # The item of a step's time that a group of operators counts as; recomputation is a separate item.
 ITEM_OF: dict[Group, str] = {
     "matmul": "matmul", "head": "loss", "attention": "attention", "traffic": "traffic", "loss_traffic": "loss",
     "weights": "traffic", "quantize": "quantize", "optimizer_matmul": "optimizer", "optimizer_traffic": "optimizer",
-    "communication": "communication", "offload": "offload", "layers": "launches",
+    "muon": "optimizer", "communication": "communication", "offload": "offload", "layers": "launches",
 }  # fmt: skip
 
 
@@ -25,9 +27,9 @@ class Operator:
     """All work of one type in an optimizer step on one GPU.
 
     Attributes:
-        amount: FLOPs of products, bytes of other operators, or layers x passes in the group "layers".
+        amount: FLOPs of products, layers x passes in the group "layers", steps in the group "muon", otherwise bytes.
         recompute: True if the operator repeats a forward because of activation checkpointing.
-        width: head_dim for attention, the hidden size for Newton-Schulz.
+        width: head_dim, for attention.
         runs_as: The format whose rate a product runs at.
         rowwise: True for FP8 products with a scale per row.
         share: Share of all FLOPs or bytes with this name that this operator is.

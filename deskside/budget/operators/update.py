@@ -69,7 +69,8 @@ def optimizer_update(s: Sizes) -> list[Operator]:
     )
     others, shares = trained_weights(s) - s.block_weights, update_shares(spec)
     return [
-        Operator("Muon, Newton-Schulz", "optimizer_matmul", iteration / shares, width=s.shape.hidden_size),
+        Operator("Muon, Newton-Schulz", "optimizer_matmul", iteration / shares),
+        Operator("Muon, short kernels", "muon", 1.0),
         Operator("Muon", "optimizer_traffic", muon * s.block_weights / shares),
         Operator("AdamW", "optimizer_traffic", adamw * others / s.shards),
         *ema,
