@@ -49,6 +49,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
         "study": "compare configurations fairly, with error bars",
         "search": "find better settings for this machine and text within some hours",
         "report": "write the report of a run or a study",
+        "runs": "list runs and studies, or compare runs, in the terminal",
         "dashboard": "browse studies and runs live in a browser",
         "presets": "list the model presets with their parameter counts",
         "models": "Hugging Face families, their checkpoints, memory to fine-tune",

@@ -129,6 +129,8 @@ PAGES: dict[str, tuple[str, int] | Callable[[], None]] = {
     "models": ("models", 0),
     "models of a card": ("models SmolLM2-135M --gpu rtx4090", 0),
     "presets": ("presets", 0),
+    "runs": ("runs", 0),
+    "one run": ("runs runs/small", 0),
     "facts": ("facts list", 0),
     "facts of a card": ("facts list --gpu h200", 0),
     "records": ("records list", 0),

@@ -1,0 +1,88 @@
+"""`deskside runs`: the list of runs, studies and searches, and runs beside each other."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deskside.cli.main import main
+from tests.dashboard import made_up
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    return tmp_path
+
+
+@pytest.fixture
+def made(here: Path) -> Path:
+    made_up.run(here / "runs/first")
+    made_up.run(here / "runs/second", seed=2, val_bpb=1.0)
+    made_up.run(here / "runs/half", steps=20, finished=False)
+    made_up.study(here / "studies/made")
+    made_up.run(here / "studies/made/runs/trial-s1")
+    made_up.search(here / "searches/made")
+    return here
+
+
+def printed(argv: list[str], capsys: pytest.CaptureFixture[str]) -> Any:
+    """Return the JSON that a command prints."""
+    assert main(["runs", *argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_everything_below_a_directory_is_listed(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = {row["name"]: row for row in printed([], capsys)}
+    assert set(rows) == {"runs/first", "runs/second", "runs/half", "studies/made", "searches/made"}
+    assert rows["runs/second"]["bpb"] == 1.0 and rows["runs/half"]["progress"] == pytest.approx(1 / 3)
+    assert rows["runs/half"]["status"] != "finished"
+    assert [row["created"] for row in rows.values()] == sorted(
+        (row["created"] for row in rows.values()), reverse=True
+    )
+    assert "studies/made/runs/trial-s1" in {row["name"] for row in printed(["--trials"], capsys)}
+    assert len(printed(["--limit", "2"], capsys)) == 2
+    assert main(["runs"]) == 0
+    shown = capsys.readouterr().out
+    assert all(len(line) <= 80 for line in shown.splitlines()) and "1.0000" in shown
+
+
+def test_runs_are_compared(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["runs/first", "runs/second"]
+    result = printed(names, capsys)
+    assert [row["name"] for row in result["runs"]] == names
+    assert result["options"] == [{"option": "seed", "runs/first": "1", "runs/second": "2"}]
+    assert main(["runs", *names]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == names
+    assert ["seed", "1", "2"] in [line.split() for line in lines]
+
+
+def test_one_run_has_all_options(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = printed(["runs/first"], capsys)["options"]
+    assert {"option": "optim.name", "runs/first": "muon"} in options
+
+
+def test_no_runs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert printed([], capsys) == []
+    assert main(["runs"]) == 0
+    assert "deskside go" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["gone"], "gone: no such directory"),
+        (["file"], "file: is a file"),
+        (["runs/first", "runs"], "runs: is not the directory of a run"),
+        (["runs/first", "studies/made"], "studies/made: is not the directory of a run"),
+        (["--limit", "-1"], "--limit: -1"),
+    ],
+)
+def test_wrong_usage(made: Path, argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("file").touch()
+    assert main(["runs", *argv]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == "" and shown.err.startswith(f"deskside: {said}") and shown.err.count("\n") == 1
