@@ -16,6 +16,7 @@ from deskside.utils.errors import UsageError
 # layers, hidden size, heads, key-value heads, head channels, MLP
 SHAPES = {
     "124m": (12, 768, 12, 3, 64, 2048),
+    "124m-windows": (12, 768, 6, 2, 128, 2048),
     "340m": (24, 1024, 16, 4, 64, 2816),
     "710m": (36, 1280, 20, 5, 64, 3456),
     "1.3b": (48, 1536, 24, 6, 64, 4096),
