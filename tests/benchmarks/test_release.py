@@ -1,6 +1,7 @@
 """The list of measurements and the scheduler that spreads them over GPUs."""
 
 import json
+import re
 import shlex
 import time
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from benchmarks import release
 from benchmarks.release import FILE, Job, Release
 from deskside.utils.errors import UsageError
+from tests.sources import ROOT
 
 
 def run(jobs: list[Job], out: Path, gpus: list[str], seconds: float = 60.0) -> tuple[int, dict[str, str]]:
@@ -18,13 +20,25 @@ def run(jobs: list[Job], out: Path, gpus: list[str], seconds: float = 60.0) -> t
     return code, {name: row["status"] for name, row in state.items()}
 
 
-def test_the_list_is_well_formed() -> None:
-    jobs = release.read(FILE)
+@pytest.mark.parametrize("name", ["release.toml", "mixture.toml", "speed.toml"])
+def test_a_list_is_well_formed(name: str) -> None:
+    """Options of benchmarks are in their sources; those with a dot are keys of the configuration."""
     words = dict.fromkeys(("data", "sets", "out", "work", "gpus"), "X")
-    for job in jobs:
-        assert "python" in job.run and job.document.startswith("docs/")
-        shlex.split(job.run.format(**words))
-    names = [job.name for job in release.chosen(jobs, ["grpo"])]
+    for job in release.read(FILE.with_name(name)):
+        assert (ROOT / job.document).exists()
+        for command in re.split(r"\n|;|&&", job.run.format(**words)):
+            parts = shlex.split(command)
+            if parts[:2] != ["python", "-m"] or not parts[2].startswith("benchmarks."):
+                continue
+            # benchmarks.first_step takes the options of benchmarks.step.
+            modules = (parts[2], *(["benchmarks.step"] if parts[2] == "benchmarks.first_step" else []))
+            source = "".join((ROOT / f"{m.replace('.', '/')}.py").read_text("utf-8") for m in modules)
+            for option in (part for part in parts[3:] if part.startswith("--") and "." not in part):
+                assert f'"{option}"' in source, command
+
+
+def test_a_job_brings_those_that_must_succeed_first() -> None:
+    names = [job.name for job in release.chosen(release.read(FILE), ["grpo"])]
     assert names == ["parity-bf16", "sft", "dpo", "grpo"]
 
 
