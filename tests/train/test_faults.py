@@ -369,8 +369,10 @@ def fill(disk: Path, leave: int) -> Path:
     return filler
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    "leave, every, what", [(200_000, 10, "checkpoint of step 20"), (0, 60, "metrics.jsonl")]
+    "leave, every, what",
+    [(200_000, 10, "checkpoint of step 20"), (0, 60, "metrics.jsonl")],
 )
 def test_a_full_disk_stops_the_run_and_harms_nothing(
     leave: int, every: int, what: str, data: Path, small_disk: Path, tmp_path: Path
