@@ -101,6 +101,7 @@ def test_index(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(small / "index.json", use) > 300
 
 
+@pytest.mark.full
 def test_prepare(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def use() -> None:
         (small / "index.json").unlink(missing_ok=True)
