@@ -452,6 +452,7 @@ def measuring(words: list[str], mark: str) -> None:
     go(words)
 
 
+@pytest.mark.full
 def test_a_signal_before_training_ends_child_processes(here: Path, data: Path) -> None:
     run, mark = here / "runs" / "tiny", here / "mark"
     child = tiny_run.call(measuring, argv(data), str(mark), log=here / "log")

@@ -109,6 +109,7 @@ def test_the_labels_of_trade_offs_do_not_collide(
     page.close()
 
 
+@pytest.mark.full
 def test_a_page_of_a_study_is_drawn_again_when_a_trial_ends(
     browser: "Browser", address: str, served_root: Path
 ) -> None:

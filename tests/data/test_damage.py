@@ -91,6 +91,7 @@ def small(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
+@pytest.mark.full
 def test_index(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def use() -> None:
         for command in ("verify", "show"):
@@ -101,7 +102,6 @@ def test_index(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert check(small / "index.json", use) > 300
 
 
-@pytest.mark.full
 def test_prepare(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def use() -> None:
         (small / "index.json").unlink(missing_ok=True)

@@ -72,7 +72,7 @@ def captures(run: Path) -> int:
     [
         pytest.param(Replaying, {**DOCUMENTS, "evaluate": {"every": "5 steps"}}, 1, marks=pytest.mark.full),
         (Checking, {**FP8, **DOCUMENTS, "evaluate": {"every": "5 steps"}}, 1),
-        (Checking, {**WINDOWED, "schedule": {"stages": STAGES}}, 3),
+        pytest.param(Checking, {**WINDOWED, "schedule": {"stages": STAGES}}, 3, marks=pytest.mark.full),
         pytest.param(
             Replaying, {**FP8, **WINDOWED, "schedule": {"stages": STAGES}}, 3, marks=pytest.mark.full
         ),

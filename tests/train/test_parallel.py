@@ -312,7 +312,8 @@ def train_late(root: Path, config: RunConfig, name: str, reads_weights: bool) ->
     assert any(late) == (not reads_weights)
 
 
-@pytest.mark.parametrize("compile", [pytest.param("off", marks=pytest.mark.full), "fused"])
+@pytest.mark.full
+@pytest.mark.parametrize("compile", ["off", "fused"])
 def test_whoever_reads_new_weights_waits_for_them(compile: str, data: Path, tmp_path: Path) -> None:
     """Passes, evaluations, checkpoints and the export equal those of a run whose weights arrive at once."""
     changes: dict[str, Any] = {

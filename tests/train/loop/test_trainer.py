@@ -446,6 +446,7 @@ def _twice(root: Path, config: Any) -> None:
     tiny_run.train(root, config, "two")
 
 
+@pytest.mark.full
 def test_deterministic_kernels_suffice(data: Path, tmp_path: Path) -> None:
     """Runs in a separate process, because the setting is global. On a CPU, the numbers equal those without it."""
     config = tiny_run.config(data, deterministic=True, schedule={"length": "10 steps"})
