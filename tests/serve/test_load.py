@@ -49,8 +49,8 @@ def loaded_with(run: Path, seconds: float) -> None:
     assert report.growth < 24, report.lines()
 
 
-def test_four_seconds(run: Path) -> None:
-    loaded_with(run, 4)
+def test_eight_seconds(run: Path) -> None:
+    loaded_with(run, 8)
 
 
 @pytest.mark.full

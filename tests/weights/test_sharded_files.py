@@ -59,7 +59,7 @@ def work(folder: Path, write: bool) -> None:
 
 @pytest.mark.parametrize(
     "writers, readers",
-    [(2, 1), *(pytest.param(*numbers, marks=pytest.mark.full) for numbers in ((4, 2), (2, 4)))],
+    [(3, 2), *(pytest.param(*numbers, marks=pytest.mark.full) for numbers in ((4, 2), (2, 4)))],
 )
 def test_another_number_of_processes_reads_the_same(writers: int, readers: int, tmp_path: Path) -> None:
     for ranks, write in ((writers, True), (readers, False)):
