@@ -12,8 +12,8 @@ import pytest
 from deskside.utils.files import cache_folder
 
 # No test fails by the clock: what takes 20 ms alone takes 300 ms on a busy machine. The default suite tries the same
-# examples every time, so that a failure is due to the commit. The long form tries new ones.
-hypothesis.settings.register_profile("default suite", deadline=None, derandomize=True)
+# examples every time, so that a failure is due to the commit. The long form tries new ones, and twice as many.
+hypothesis.settings.register_profile("default suite", deadline=None, derandomize=True, max_examples=50)
 hypothesis.settings.register_profile("long form", deadline=None)
 
 
@@ -40,6 +40,12 @@ def pytest_collection_finish() -> None:
     """
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture
+def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave the figures out of the reports of runs. They take longer than the run of a test that is about neither."""
+    monkeypatch.setattr("deskside.report.run_figures.draw", lambda *_: ([], []))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

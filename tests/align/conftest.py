@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from deskside.align import samples
 from deskside.cli import sft as sft_command
+from deskside.report import run_figures
 from tests.align import tiny
 
 
@@ -19,6 +21,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def short_ends() -> Iterator[None]:
+    """Sample short answers and draw no figures, which take half of the time of a run of a few steps. `deskside go`,
+    and the tests of reports, draw them.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(samples, "ANSWER_TOKENS", 24)
+        patch.setattr(run_figures, "draw", lambda *_: ([], []))
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -165,19 +165,18 @@ def test_a_run_learns_what_is_preferred(
             run_eval([str(run), *options])
 
 
+@pytest.mark.parametrize("step", [6, pytest.param(0, marks=pytest.mark.full)])
 def test_killed_and_resumed_is_the_same_run(
-    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    step: int, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run is killed in the middle, and before its first checkpoint."""
+    """The run is killed in the middle, or before its first checkpoint."""
     straight = train(tmp_path, base, "straight", "--schedule.steps", "8")
-    for step in (6, 0):
-        run = f"killed-{step}"
-        with monkeypatch.context() as patch:
-            tiny.kill_at(patch, step)
-            with pytest.raises(tiny.Killed):
-                train(tmp_path, base, run, "--schedule.steps", "8")
-        assert dpo_command.run(["--resume", str(tmp_path / run)]) == 0
-        tiny.same(tmp_path / run, straight, KEYS)
+    with monkeypatch.context() as patch:
+        tiny.kill_at(patch, step)
+        with pytest.raises(tiny.Killed):
+            train(tmp_path, base, "killed", "--schedule.steps", "8")
+    assert dpo_command.run(["--resume", str(tmp_path / "killed")]) == 0
+    tiny.same(tmp_path / "killed", straight, KEYS)
 
 
 @pytest.mark.parametrize(

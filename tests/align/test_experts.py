@@ -127,9 +127,8 @@ def test_the_balancing_loss_has_the_weight_of_the_configuration(
         torch.testing.assert_close(one - zero, expected, rtol=2e-3, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "adapted", [False, pytest.param(True, marks=pytest.mark.full)], ids=["full", "adapters"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
 def test_sampling_sees_every_update_of_the_experts(
     adapted: bool, published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

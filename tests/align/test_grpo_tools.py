@@ -109,9 +109,16 @@ def said(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "rollouts.jsonl").read_text().splitlines()]
 
 
-def test_a_run_with_tools_is_rewarded_for_its_last_turn(caller: Path, tmp_path: Path) -> None:
-    assert main(arguments(tmp_path, caller, "exact", "--align.reward", "exact", "--schedule.steps", "6")) == 0
-    run = tmp_path / "exact"
+@pytest.fixture(scope="module")
+def exact(caller: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with tools and their reward."""
+    folder = tmp_path_factory.mktemp("exact")
+    assert main(arguments(folder, caller, "exact", "--align.reward", "exact", "--schedule.steps", "6")) == 0
+    return folder / "exact"
+
+
+def test_a_run_with_tools_is_rewarded_for_its_last_turn(exact: Path) -> None:
+    run = exact
     lines, rows = said(run), tiny.metrics(run)
     calling = [line for line in lines if line["tool_calls"]]
     assert len(calling) >= 8
@@ -151,9 +158,8 @@ def test_killed_and_resumed_is_the_same_run(
     assert any(line["own"] and not all(line["own"]) for line in said(tmp_path / "straight"))
 
 
-def test_a_prompt_shows_the_tools(caller: Path, tmp_path: Path) -> None:
-    assert main(arguments(tmp_path, caller, "shown", "--schedule.steps", "1")) == 0
-    first = json.loads((tmp_path / "shown-data" / "train.jsonl").read_text().splitlines()[0])
+def test_a_prompt_shows_the_tools(caller: Path, exact: Path) -> None:
+    first = json.loads((exact.parent / "exact-data" / "train.jsonl").read_text().splitlines()[0])
     question = [{"role": "user", "content": first["prompt"]}]
     schema = {**SCHEMA, "function": {**SCHEMA["function"], "return": {"type": "string"}}}  # type: ignore[dict-item]
     assert first["tokens"] == ChatTemplate(caller).prompt(Conversation(question, [schema]))

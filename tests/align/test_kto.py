@@ -162,6 +162,7 @@ def test_a_run_learns_what_is_desirable(base: Path, tmp_path: Path) -> None:
     assert any(row["kl"] > 0 for row in rows)
 
 
+@pytest.mark.full
 def test_the_step_does_not_depend_on_the_micro_batch(base: Path, tmp_path: Path) -> None:
     more = ("--schedule.steps", "3")
     whole = train(tmp_path, base, "whole", *more, "--batch.micro_tokens", "1280")

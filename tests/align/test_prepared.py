@@ -19,7 +19,8 @@ from tests.data import chat_tokenizer
 from tests.data.chat.tricky import ASK, PUNE, WEATHER, assistant, call, calling, result
 
 
-@pytest.mark.parametrize("kind", ["preference", pytest.param("questions", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["preference", "questions"])
 def test_the_same_from_one_process_and_from_several(
     kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

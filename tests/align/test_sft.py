@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
+from deskside.align import samples
 from deskside.align.sft import Sft
 from deskside.cli import sft as sft_command
 from deskside.cli.main import main
@@ -215,14 +216,15 @@ def test_conversations_in_one_row_do_not_see_each_other(finished: Path) -> None:
     assert packed == pytest.approx(alone, rel=1e-5)
 
 
-def test_a_killed_run_goes_on_exactly(place: Path, tmp_path: Path) -> None:
-    more = ["--schedule.steps", "40", "--checkpoint.every", "7 steps"]
+def test_a_killed_run_goes_on_exactly(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "ANSWER_TOKENS", 96)  # as in the process that is killed
+    more = ["--schedule.steps", "24", "--checkpoint.every", "5 steps"]
     more += ["--batch.tokens", "512", "--evaluate.every", "none"]
     whole = sft(place, "straight", *more)
     with within(place):
         child = tiny_run.command(arguments("killed", *more), tmp_path / "log")
         run = place / "runs" / "killed"
-        kill_at_step(run, 18, lambda: child.kill(signal.SIGKILL), child.alive)
+        kill_at_step(run, 12, lambda: child.kill(signal.SIGKILL), child.alive)
         child.wait()
         assert not (run / "summary.json").exists()
         assert main(["train", "--resume", str(run)]) == 0  # the objective is recognised without an option
@@ -276,6 +278,7 @@ def test_epochs_are_times_through_the_data(place: Path) -> None:
     assert rows(run)[-1]["step"] == -(-2 * dataset.num_rows * 64 // 256)
 
 
+@pytest.mark.full
 def test_a_run_in_time_ends_on_time(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_run.VirtualTime(monkeypatch, lambda step: 0.05)
     run = sft(
@@ -303,6 +306,7 @@ def test_muon_and_fp8_are_only_options(place: Path) -> None:
     assert summary["precision"].startswith("fp8") and summary["emulated"]
 
 
+@pytest.mark.full
 def test_replayed_passes_change_nothing(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     more = ["--schedule.steps", "8", "--batch.tokens", "256", "--batch.micro_tokens", "128"]
     more += ["--precision.name", "bf16", "--compute.compile", "fused"]
@@ -354,7 +358,7 @@ def test_two_processes_train_as_one(place: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "adapted"),
     [
-        ("qwen3", True),
+        pytest.param("qwen3", True, marks=pytest.mark.full),
         ("llama", False),
         ("qwen3_moe", True),
         pytest.param("qwen3_moe", False, marks=pytest.mark.full),

@@ -89,6 +89,7 @@ def test_dpo_uses_the_pairs_that_there_is_time_for(
     assert lrs[-1] < 0.5 * max(lrs)
 
 
+@pytest.mark.full
 def test_dpo_with_enough_time_uses_all(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = Slow(monkeypatch, step_row=0.4, pass_row=0.01)
     run = dpo(tmp_path, base, "long", "--schedule.length", "100s")
@@ -96,6 +97,7 @@ def test_dpo_with_enough_time_uses_all(base: Path, tmp_path: Path, monkeypatch: 
     assert 85 <= slow.now <= 100
 
 
+@pytest.mark.full
 def test_without_a_reference_all_time_is_for_steps_and_evaluations(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,6 +108,7 @@ def test_without_a_reference_all_time_is_for_steps_and_evaluations(
     assert 150 <= slow.now <= 200
 
 
+@pytest.mark.full
 def test_a_restricted_run_is_resumed_the_same(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,6 +178,7 @@ def test_grpo_counts_sampling_against_its_hours(
     assert first["step_seconds"] > 8 * 0.5  # includes the answers
 
 
+@pytest.mark.full
 def test_grpo_without_time_for_its_answers_is_refused(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

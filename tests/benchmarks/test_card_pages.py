@@ -38,6 +38,7 @@ def rows_of_reports(page: str) -> list[list[str]]:
     return [line.strip("| ").split(" | ") for line in table[: table.index("")]] if table else []
 
 
+@pytest.mark.full
 def test_the_page_of_a_card_with_reports_has_their_speeds(tmp_path: Path) -> None:
     plans_of.cache_clear()  # plans depend on the reports
     page = card_page("h200")

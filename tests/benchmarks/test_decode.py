@@ -14,6 +14,7 @@ from deskside.model.transformer import Transformer
 SMALL = "--preset demo --batch 1,3 --peer-batch 1 --prompt 9 --new 14 --device cpu --dtype float32 --runs 1"
 
 
+@pytest.mark.full
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "decode.json"
     assert decode.main(f"{SMALL} --peers dynamic --kernels --json {file}".split()) == 0

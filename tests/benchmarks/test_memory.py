@@ -8,6 +8,7 @@ import pytest
 from benchmarks import memory
 
 
+@pytest.mark.full
 def test_weights_in_bfloat16_over_several_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     file = tmp_path / "memory.json"

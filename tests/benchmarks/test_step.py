@@ -68,6 +68,7 @@ def test_real_tokens_and_muon(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert value["data"] == str(tmp_path / "data")
 
 
+@pytest.mark.full
 def test_what_fails_in_a_child_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     words = f"{SMALL} --precision fp32 --data no-such-folder".split()
     assert step.main(words) == 1

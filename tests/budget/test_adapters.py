@@ -216,7 +216,10 @@ def track(shape: ModelConfig, spec: StepSpec) -> Tracked:
         pytest.param(AdapterSpec(16, PROJECTIONS, "bf16"), {}, marks=pytest.mark.full),
         pytest.param(AdapterSpec(16, PROJECTIONS, "bf16"), {"passes": 2}, marks=pytest.mark.full),
         (AdapterSpec(64, ("q_proj", "v_proj"), "bf16"), {}),
-        (AdapterSpec(16, PROJECTIONS, "bf16", dora=True, tables=("embed_tokens", "lm_head")), {}),
+        pytest.param(
+            AdapterSpec(16, PROJECTIONS, "bf16", dora=True, tables=("embed_tokens", "lm_head")), {},
+            marks=pytest.mark.full,
+        ),
         pytest.param(AdapterSpec(16, PROJECTIONS, "bf16", dora=True), {}, marks=pytest.mark.full),
         pytest.param(AdapterSpec(8, ("k_proj", "down_proj"), "int8", dora=True), {}, marks=pytest.mark.full),
         pytest.param(

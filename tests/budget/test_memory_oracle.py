@@ -131,8 +131,10 @@ def modelled_peak(shape: ModelConfig, spec: StepSpec) -> int:
 
 VARIANTS = [
     (SMALL, work_of(8, 512)),
-    (SMALL, work_of(8, 512, passes=2, dropout=True)),
-    (SMALL | {"qk_norm": False, "num_key_value_heads": 8}, work_of(4, 1024)),
+    pytest.param(SMALL, work_of(8, 512, passes=2, dropout=True), marks=pytest.mark.full),
+    pytest.param(
+        SMALL | {"qk_norm": False, "num_key_value_heads": 8}, work_of(4, 1024), marks=pytest.mark.full
+    ),
     (
         SMALL | {"gated_mlp": False, "hidden_act": "gelu", "qk_norm": False, "position_embedding": "learned"},
         work_of(8, 512),
@@ -188,7 +190,8 @@ def test_recomputation_is_not_modelled_too_small(rung: Any, above: float) -> Non
     assert tracked.peak < 0.8 * modelled_peak(shape, work_of(8, 512))
 
 
-@pytest.mark.parametrize("rung", ["none", pytest.param("block", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("rung", ["none", "block"])
 def test_float32_is_modelled_too_large(rung: Any) -> None:
     """Known: twice bfloat16's table is too much, because the norms' float32 copies are then not copies."""
     shape, spec = ModelConfig(**SMALL), work_of(8, 512, precision="fp32", activation_checkpointing=rung)

@@ -236,7 +236,9 @@ def test_it_asks_for_confirmation_once(
     assert list((here / "runs").iterdir()) == []
 
 
-@pytest.mark.parametrize("seconds", [0.5, pytest.param(20.0, marks=pytest.mark.full)])
+@pytest.mark.usefixtures("no_figures")
+@pytest.mark.full
+@pytest.mark.parametrize("seconds", [0.5, 20.0])
 def test_planning_is_repeated_after_a_long_wait_for_the_answer(
     seconds: float,
     here: Path,
@@ -310,6 +312,7 @@ def test_complete_pipeline(here: Path, data: Path, capsys: pytest.CaptureFixture
     )
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_length_in_steps(here: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     virtual(monkeypatch)
     assert main(argv(data, "--steps", "40")) == 0
@@ -320,7 +323,9 @@ def test_a_length_in_steps(here: Path, data: Path, monkeypatch: pytest.MonkeyPat
     assert state(run)["options"]["length"] == "40 steps" and (run / "pilot.json").exists()
 
 
-@pytest.mark.parametrize("slower", [pytest.param(1.0, marks=pytest.mark.full), 2.0])
+@pytest.mark.usefixtures("no_figures")
+@pytest.mark.full
+@pytest.mark.parametrize("slower", [1.0, 2.0])
 def test_it_ends_on_time_when_throughput_drops(
     slower: float, here: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -354,16 +359,8 @@ def wait_for(true: Callable[[], bool], child: tiny_run.Child, seconds: float = 6
         time.sleep(0.002)
 
 
-@pytest.mark.parametrize(
-    "phase",
-    [
-        pytest.param("doctor", marks=pytest.mark.full),
-        pytest.param("probe", marks=pytest.mark.full),
-        pytest.param("plan", marks=pytest.mark.full),
-        pytest.param("train", marks=pytest.mark.full),
-        "report",
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("phase", ["doctor", "probe", "plan", "train", "report"])
 def test_a_kill_in_every_phase(phase: str, here: Path, data: Path) -> None:
     """The pipeline continues in its phase with its remaining hours. The time between the processes does not count."""
     run, mark = here / "runs" / "tiny", here / "mark"
@@ -384,6 +381,7 @@ def test_a_kill_in_every_phase(phase: str, here: Path, data: Path) -> None:
         assert after["results"][name] == result
 
 
+@pytest.mark.usefixtures("no_figures")
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.full)])
 def test_kills_during_training(
     seed: int,
@@ -454,6 +452,7 @@ def measuring(words: list[str], mark: str) -> None:
     go(words)
 
 
+@pytest.mark.full
 def test_a_signal_before_training_ends_child_processes(here: Path, data: Path) -> None:
     run, mark = here / "runs" / "tiny", here / "mark"
     child = tiny_run.call(measuring, argv(data), str(mark), log=here / "log")
@@ -469,6 +468,7 @@ def test_a_signal_before_training_ends_child_processes(here: Path, data: Path) -
     assert again.wait() == 0 and state(run)["phase"] == "done", again.text()
 
 
+@pytest.mark.usefixtures("no_figures")
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)])
 def test_a_signal_in_training_determines_the_exit_code(number: int, here: Path, data: Path) -> None:
     run = here / "runs" / "tiny"
@@ -559,6 +559,7 @@ def test_launched_processes_share_the_clock(here: Path, data: Path, monkeypatch:
 # Decisions of the pilot
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_target_out_of_reach(
     here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -598,6 +599,7 @@ def two_bands(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(phases, "plan", wrong)
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_another_band_is_trained_in_the_remaining_time(
     here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -633,7 +635,9 @@ def test_another_band_is_trained_in_the_remaining_time(
     assert refused(["go", "--resume", str(first)], capsys).startswith(f"{second} is done")
 
 
-@pytest.mark.parametrize("stopped", ["before", pytest.param("between", marks=pytest.mark.full)])
+@pytest.mark.usefixtures("no_figures")
+@pytest.mark.full
+@pytest.mark.parametrize("stopped", ["before", "between"])
 def test_the_decision_for_another_band_survives_a_kill(
     stopped: str, here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

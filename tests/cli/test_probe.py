@@ -177,6 +177,7 @@ def test_a_signal_ends_the_command_and_its_child_process(tmp_path: Path, number:
     assert [row["kind"] for row in open_store(tmp_path / "probes").rows(this_machine())] == ["card"]
 
 
+@pytest.mark.full
 def test_the_time_limit_interrupts_a_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DESKSIDE_TEST_PID", str(tmp_path / "pid"))
     # With real estimates, no measurement would start within such a short limit.

@@ -86,6 +86,7 @@ def test_a_click_opens_a_page_and_a_filter_narrows_it(
     page.close()
 
 
+@pytest.mark.full
 def test_one_group_of_several_is_drawn_under_its_own_labels(browser: "Browser", address: str) -> None:
     page = opened(browser, address, "trade_offs")
     assert page.get_by_role("combobox", name="group, one of").count() == 0  # the other study has one group

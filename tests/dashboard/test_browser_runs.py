@@ -169,6 +169,7 @@ def test_a_report_of_another_person_runs_no_script(
     path.unlink()
 
 
+@pytest.mark.full
 def test_runs_events_and_samples_are_seen_without_a_click(
     browser: "Browser", address: str, served_root: Path
 ) -> None:

@@ -80,9 +80,8 @@ def test_the_answer_of_a_group_unfolds_and_changes_with_the_goal(browser: "Brows
     page.close()
 
 
-@pytest.mark.parametrize(
-    "size", [PHONE, pytest.param(DESKTOP, marks=pytest.mark.full)], ids=["phone", "desktop"]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
 def test_the_labels_of_trade_offs_do_not_collide(
     browser: "Browser", address: str, size: dict[str, int]
 ) -> None:
@@ -110,6 +109,7 @@ def test_the_labels_of_trade_offs_do_not_collide(
     page.close()
 
 
+@pytest.mark.full
 def test_a_page_of_a_study_is_drawn_again_when_a_trial_ends(
     browser: "Browser", address: str, served_root: Path
 ) -> None:
@@ -169,6 +169,7 @@ def test_claims_are_sorted_searched_and_unfolded(browser: "Browser", address: st
     page.close()
 
 
+@pytest.mark.full
 def test_the_planner_on_a_phone(browser: "Browser", address: str) -> None:
     page = opened(browser, address, "planner", size=PHONE)
     page.get_by_text("What fits on RTX 4090").wait_for(timeout=60_000)

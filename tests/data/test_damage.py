@@ -91,6 +91,7 @@ def small(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
+@pytest.mark.full
 def test_index(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def use() -> None:
         for command in ("verify", "show"):

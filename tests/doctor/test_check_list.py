@@ -97,6 +97,7 @@ def test_checks_that_come_back_share_their_child() -> None:
     assert found["fine1"]["details"]["pid"] == found["fine2"]["details"]["pid"]
 
 
+@pytest.mark.full
 def test_an_unexpected_error_is_told_in_its_own_words() -> None:
     found = results(planted("odd_error"), planted("poisoned"))
     odd = found["odd_error"]

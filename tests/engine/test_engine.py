@@ -17,6 +17,7 @@ from deskside.engine.text import REPLACEMENT
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import UsageError
 from tests.engine.test_generate import PROMPTS, SHAPE, VARIANTS, make, plain
+from tests.examples import examples
 
 SAMPLINGS = (
     GREEDY,
@@ -64,7 +65,7 @@ REQUESTS = st.builds(
 
 
 @given(st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(15, 40), deadline=None)
 def test_any_order_of_arrivals_and_cancellations(data: st.DataObject) -> None:
     """Random requests are submitted and cancelled between steps. Those that end
     normally equal the same request alone.

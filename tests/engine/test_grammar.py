@@ -89,7 +89,14 @@ def test_forbid_is_minus_infinity_where_a_bit_is_zero() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("sampling", [GREEDY, Sampling(), Sampling(0.9, top_k=5, repetition_penalty=1.3)])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        GREEDY,
+        pytest.param(Sampling(), marks=pytest.mark.full),
+        Sampling(0.9, top_k=5, repetition_penalty=1.3),
+    ],
+)
 def test_answers_follow_their_grammars_and_leave_others_alone(sampling: Sampling, ahead: bool) -> None:
     """There are more requests than slots, so requests without a grammar reuse slots."""
     plain = [Request((n, 2), 30, sampling, seed=n) for n in range(1, 7)]

@@ -123,9 +123,14 @@ CHOICE = {
 
 
 @pytest.mark.parametrize(
-    ("task", "prompt"), [("arc_easy", "{{query}}\nAnswer:"), ("commonsense_qa", "{{query}}")]
+    ("task", "prompt", "chat"),
+    [
+        ("arc_easy", "{{query}}\nAnswer:", False),
+        ("commonsense_qa", "{{query}}", True),
+        pytest.param("arc_easy", "{{query}}\nAnswer:", True, marks=pytest.mark.full),
+        pytest.param("commonsense_qa", "{{query}}", False, marks=pytest.mark.full),
+    ],
 )
-@pytest.mark.parametrize("chat", [False, True])
 def test_multiple_choice(
     made: Made, harness: HFLM, tmp_path: Path, task: str, prompt: str, chat: bool
 ) -> None:

@@ -134,7 +134,7 @@ def test_recall() -> None:
     assert recall("They are AB, x and cd", ["ab", "CD", "ef"]) == pytest.approx(2 / 3)
 
 
-@pytest.mark.parametrize("name", ["passkey", "variable_tracking"])
+@pytest.mark.parametrize("name", ["passkey", pytest.param("variable_tracking", marks=pytest.mark.full)])
 def test_results_equal_transformers(name: str, subject: EvaluatedModel, tmp_path: Path) -> None:
     """A model that always gives one of the answers is right for that item and hardly elsewhere."""
     depth = 0.5 if name == "passkey" else None
@@ -190,6 +190,7 @@ def test_steps_are_counted(subject: EvaluatedModel) -> None:
     assert sum(steps) == count_steps(list(TASKS), [500], 1) == 5 + 5 + 2 * (5 + 5)
 
 
+@pytest.mark.full
 def test_16384_tokens(subject: EvaluatedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "DEPTHS", (0.5,))
     (cell,) = long_context(subject, ["multikey"], [16384], trials=1, seed=0)

@@ -99,9 +99,10 @@ def sums(found: dict[str, float]) -> None:
 
 def rope(found: dict[str, float]) -> None:
     layout = QkvLayout(4, 2, 16, 1e-6)
+    N = 80  # more than a tile of 64
     qkv = torch.randn(N, layout.width)
     norms = (torch.rand(16) + 0.5, torch.rand(16) + 0.5)
-    turn = (torch.randn(68, 8).cos(), torch.randn(68, 8).sin())
+    turn = (torch.randn(N // 2, 8).cos(), torch.randn(N // 2, 8).sin())
     grads = (torch.randn(N, 4, 16), torch.randn(N, 2, 16), torch.randn(2, N, 16).transpose(0, 1))
     for q_weight, k_weight in (norms, (None, None)):
         for angles in (turn, None):
@@ -230,6 +231,11 @@ def dequantized() -> dict[str, float | None]:
             off = (got.double() - expected.double()).abs() / expected.double().abs().clamp(min=1e-30)
             found[f"{shape} {dtype}"] = float(off.max()) if bool(got.isfinite().all()) else None
     return found
+
+
+def of_codes() -> tuple[dict[str, float | None], dict[str, float]]:
+    """Return both comparisons of codes, so that they run in one process."""
+    return dequantized(), products_of_codes()
 
 
 def products_of_codes() -> dict[str, float]:

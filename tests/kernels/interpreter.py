@@ -4,6 +4,7 @@ The interpreter is chosen when a kernel is decorated, for the whole process. Cod
 separate process: `interpreted` starts it, and this module, run as a program, calls the function there.
 """
 
+import fcntl
 import json
 import os
 import subprocess
@@ -17,12 +18,25 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def interpreted(module: str, function: str, *arguments: str) -> Any:
-    """Run a function of a module of tests/kernels in a process that interprets kernels, and return its JSON result."""
+    """Run a function of a module of tests/kernels in a process that interprets kernels, and return its JSON result.
+
+    Processes of pytest-xdist that run tests of the same file share one result.
+    """
+    folder = Path(os.environ["DESKSIDE_CACHE"])
+    result = folder / f"{'-'.join((module, function, *arguments))}.json"
+    with (folder / f"{result.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not result.exists():
+            result.write_text(_interpreted(module, function, *arguments), "utf-8")
+    return json.loads(result.read_text("utf-8"))
+
+
+def _interpreted(module: str, function: str, *arguments: str) -> str:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tests.kernels.interpreter", module, function, *arguments]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout)
+    return done.stdout
 
 
 def patch_interpreter() -> None:

@@ -32,10 +32,10 @@ def grouped_products(found: dict[str, float]) -> None:
             E, S = len(ends), ends[-1]
             ends_E = torch.tensor(ends, dtype=torch.int32)
             x, g, weight = torch.randn(S, K), torch.randn(S, M), torch.randn(E, M, K)
-            for name, tiles in (
-                ("large", small),
-                ("of this size", grouped.grouped_tiles(CPU, torch.float32, S // E)),
-            ):
+            choices = {"small": small}
+            if K == 48:
+                choices["of this size"] = grouped.grouped_tiles(CPU, torch.float32, S // E)
+            for name, tiles in choices.items():
                 how = f"{ends} {K} x {M}, tiles {name}"
                 with (
                     mock.patch.object(grouped, "grouped_tiles", lambda *a, t=tiles: t),
@@ -80,7 +80,7 @@ def main() -> dict[str, float]:
         (37, 5, 2, True, 16),
         (70, 8, 2, False, 1),
         (9, 1, 1, True, 128),
-        (66, 16, 8, True, 2),
+        (34, 16, 8, True, 2),
         (8, 40, 3, True, 2),
         (4, 5, 2, True, 1),  # in one kernel, like the next two
         (3, 8, 2, False, 16),
@@ -88,7 +88,11 @@ def main() -> dict[str, float]:
     ):
         logits = torch.randn(N, E)
         how = f"{N} tokens, {k} of {E}{'' if normalise else ', as they are'}, {align}"
-        for scores, sigmoid, bias in (("sigmoid", True, torch.randn(E)), ("softmax", False, None)):
+        # Softmax is another constant of the same kernels.
+        kinds: list[tuple[str, bool, Tensor | None]] = [("sigmoid", True, torch.randn(E))]
+        if (N, align) in ((37, 16), (70, 1), (8, 2), (3, 16)):
+            kinds.append(("softmax", False, None))
+        for scores, sigmoid, bias in kinds:
             options = (k, normalise, align, sigmoid, bias)
             ours, truth = (module.route(logits, *options) for module in (launch, reference))
             for field in fields(ours):

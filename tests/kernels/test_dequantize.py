@@ -25,18 +25,27 @@ def test_a_weight_is_its_code_times_its_rows_scale_rounded_once(dtype: torch.dty
     assert bool(((got.double() - expected).abs() <= error * expected.abs()).all())
 
 
-def test_the_kernel_equals_the_reference() -> None:
+@pytest.fixture(scope="module")
+def of_codes() -> tuple[dict[str, float | None], dict[str, float]]:
     pytest.importorskip("triton")
-    found = interpreted("fused_interpreted", "dequantized")
+    dequantized, products = interpreted("fused_interpreted", "of_codes")
+    return dequantized, products
+
+
+def test_the_kernel_equals_the_reference(
+    of_codes: tuple[dict[str, float | None], dict[str, float]],
+) -> None:
+    found = of_codes[0]
     assert len(found) == 2 * len(SHAPES)
     for name, error in found.items():
         # The interpreter truncates bfloat16 where hardware rounds.
         assert error is not None and error <= (2**-7 if "bfloat16" in name else 0.0), name
 
 
-def test_products_with_few_rows_equal_float64() -> None:
-    pytest.importorskip("triton")
-    found = interpreted("fused_interpreted", "products_of_codes")
+def test_products_with_few_rows_equal_float64(
+    of_codes: tuple[dict[str, float | None], dict[str, float]],
+) -> None:
+    found = of_codes[1]
     assert len(found) == 18 and max(found.values()) < 1e-6, found
 
 

@@ -84,14 +84,21 @@ def test_bfloat16_is_iterated_in_float16() -> None:
     )
 
 
-def test_symmetric_products_in_the_interpreter() -> None:
+@pytest.fixture(scope="module")
+def both() -> tuple[dict[str, float], dict[str, float]]:
     pytest.importorskip("triton")
-    found = interpreted("newton_schulz_interpreted", "products")
+    products, deviations = interpreted("newton_schulz_interpreted", "both")
+    return products, deviations
+
+
+def test_symmetric_products_in_the_interpreter(both: tuple[dict[str, float], dict[str, float]]) -> None:
+    found = both[0]
     assert len(found) == 18
     for name, error in found.items():
         assert error < (1e-6 if "float32" in name else 1e-3), name
 
 
-def test_iterations_with_symmetric_products_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
-    check_deviations(interpreted("newton_schulz_interpreted", "deviations"), 0.01)
+def test_iterations_with_symmetric_products_in_the_interpreter(
+    both: tuple[dict[str, float], dict[str, float]],
+) -> None:
+    check_deviations(both[1], 0.01)

@@ -24,7 +24,7 @@ def test_no_value_differs_from_the_reference(
 ) -> None:
     """With the same noise, also in stochastic rounding. Sums of a transform may differ in the last bit."""
     runs = {key: run for key, run in found.items() if key.startswith(f"{name}, {along}, ")}
-    assert len(runs) >= 3
+    assert len(runs) >= 2
     transformed = OPERANDS[name].hadamard > 0
     by_expert = runs.pop(f"{name}, {along}, by expert")
     assert by_expert["values"] <= (16 if transformed else 0)  # of 131,072 values

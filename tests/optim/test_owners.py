@@ -79,12 +79,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "two, momentum on the host": (2, {"offload": True}),
     "more ranks than matrices": (5, {"normalize": "none"}),
 }
-LONG = ("three, bfloat16 momentum", "two, momentum on the host", "more ranks than matrices")
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.full if case in LONG else ()) for case in CASES]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES)
 def test_owners_train_like_one_process(case: str, tmp_path: Path) -> None:
     ranks, changes = CASES[case]
     config = MuonConfig(**changes)

@@ -71,7 +71,8 @@ def worker(rank: int, name: str, folder: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("name", ["muon", pytest.param("adamw", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["muon", "adamw"])
 def test_two_shards_train_like_one_process(name: str, tmp_path: Path) -> None:
     mp.spawn(worker, (name, str(tmp_path)), nprocs=2)
     norms, weights, state = torch.load(tmp_path / "result.pt")

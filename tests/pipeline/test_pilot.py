@@ -116,6 +116,7 @@ def test_predicted_against_measured(finished: tuple[Pilot, Path, dict[str, Any]]
     assert stored["plan_source"] == "it" and stored["budget_hours"] == 1.0
 
 
+@pytest.mark.full
 def test_a_target_out_of_reach_stops_the_run(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

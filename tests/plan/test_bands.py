@@ -23,9 +23,10 @@ from deskside.plan.planner import make_plan
 from deskside.plan.request import PlanRequest
 from deskside.plan.result import Plan
 from deskside.plan.setting import setting_from_config
+from tests.examples import examples
 from tests.plan import made
 
-FEW = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+FEW = settings(max_examples=examples(5, 12), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 CARDS = st.fixed_dictionaries(
     {
         "memory_gib": st.floats(6, 96),
@@ -104,7 +105,7 @@ def carried_out(config: RunConfig, request: PlanRequest) -> dict[str, Any]:
     return found
 
 
-@settings(FEW, max_examples=7)
+@settings(FEW, max_examples=examples(4, 7))
 @given(
     CARDS,
     st.floats(0.05, 400),

@@ -24,6 +24,7 @@ from deskside.plan.result import memory_json
 from deskside.plan.setting import Setting, pass_sizes
 from deskside.plan.verdict import judge
 from deskside.utils.errors import UsageError
+from tests.examples import examples
 from tests.plan import made
 from tests.plan.made import ask
 from tests.plan.test_claim_check import MOE
@@ -210,7 +211,7 @@ def test_too_little_time_and_a_loss_out_of_reach_are_a_no() -> None:
     assert deep.verdict == "no" and "out of reach" in deep.reasons[0]
 
 
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(6, 15), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.sampled_from(["124m", "340m", "710m", "1.3b", "gpt2", "d12", "d20", "d30"]),
     st.floats(4, 100),
@@ -399,7 +400,7 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@settings(max_examples=10, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=examples(5, 10), deadline=None, derandomize=True, phases=[Phase.generate])
 @given(
     preset=st.sampled_from(["d12", "d20", "d26", "d32"]),
     optimizer=st.sampled_from(["adamw", "muon"]),

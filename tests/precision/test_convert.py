@@ -203,7 +203,16 @@ def test_amds_cards_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 # Switched off and on
 
 
-@pytest.mark.parametrize("name", ["bf16", *QUANTIZED])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bf16",
+        *(
+            pytest.param(name, marks=() if name in ("fp8-delayed", "nvfp4") else pytest.mark.full)
+            for name in QUANTIZED
+        ),
+    ],
+)
 def test_evaluation_is_in_bf16_and_changes_nothing(name: str) -> None:
     """Evaluated between two steps: the loss is BF16's, and the second step equals that of a run without evaluation."""
     model, other = fresh(num_hidden_layers=2), fresh(num_hidden_layers=2)

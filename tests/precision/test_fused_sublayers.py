@@ -100,7 +100,8 @@ def test_checkpointing_and_micro_batches(what: str, passes: int) -> None:
 @pytest.mark.parametrize(
     ("name", "what"),
     [
-        *((name, "block") for name in ("bf16", *QUANTIZED)),
+        ("bf16", "block"),
+        *(pytest.param(name, "block", marks=pytest.mark.full) for name in QUANTIZED),
         ("fp8-delayed", "mlp"),
         ("nvfp4-eden", "attention"),
     ],

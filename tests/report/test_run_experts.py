@@ -29,6 +29,7 @@ def add_experts(folder: Path, by_language: dict[str, Any] | None = None) -> None
     (folder / "summary.json").write_text(json.dumps(summary))
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_table_and_plots(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "demo")
     add_experts(folder, {"hi": LOAD, "ta": LOAD[::-1], "<b>": LOAD})
@@ -47,6 +48,7 @@ def test_table_and_plots(tmp_path: Path) -> None:
     assert not (folder / "plots" / "expert_load.svg").exists()
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_many_experts_and_layers_are_drawn_without_numbers(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "demo")
     add_experts(folder)
@@ -70,6 +72,7 @@ def test_damaged_loads_are_left_out(damaged: object, tmp_path: Path) -> None:
     assert load_by_language(read_run(folder)) == {}
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_the_command_has_a_line_about_experts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_run(tmp_path / "demo")
     add_experts(folder)

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from deskside.report.write import write_report
 from deskside.run.record import read_run
 from tests.report.test_run_report import make_run, metric
@@ -22,6 +24,7 @@ def add_languages(folder: Path, languages: list[str]) -> None:
     (folder / "summary.json").write_text(json.dumps(summary))
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_table_and_plot(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "demo")
     languages = ["bn", "gu", "hi", "kn", "|x", "<b>", "$a$"]
@@ -36,6 +39,7 @@ def test_table_and_plot(tmp_path: Path) -> None:
     assert (x, y) == ([100 * 16384, 200 * 16384, 6553600], [3.0, 2.5, 2.25])
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_more_languages_than_panels(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "demo")
     add_languages(folder, [f"l{n:02}" for n in range(30)])
@@ -44,6 +48,7 @@ def test_more_languages_than_panels(tmp_path: Path) -> None:
     assert "6 more languages" in markdown and "| l29 |" in markdown
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_run_without_languages_has_no_section(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "demo")
     add_languages(folder, ["bn", "gu"])
@@ -54,6 +59,7 @@ def test_a_run_without_languages_has_no_section(tmp_path: Path) -> None:
     assert not (folder / "plots" / "val_languages.svg").exists()
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_epochs_of_a_mixture(tmp_path: Path) -> None:
     """They are the summary's, which counts what was used; before the end, they are the planned ones."""
     folder = make_run(tmp_path / "demo")

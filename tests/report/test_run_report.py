@@ -204,6 +204,7 @@ def test_whole_run(whole: tuple[Path, Page, str]) -> None:
     assert "| seed | 7 | 1 |" in markdown
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_long_context_tasks_of_the_last_evaluation(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "demo")
     cells = [
@@ -231,6 +232,7 @@ def test_long_context_tasks_of_the_last_evaluation(tmp_path: Path) -> None:
     assert "long_context.json" in report(folder)[1]
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_predicted_against_measured(tmp_path: Path) -> None:
     """The summary of `deskside go` has plan, pilot and measurement side by side. Missing values are not an error."""
     folder = make_run(tmp_path)
@@ -355,6 +357,7 @@ def test_only_losses_of_tokens_have_a_unit(objective: str, unit: str, tmp_path: 
     assert ("nats per token" in render_html(compose(record, images, []))) == tokens
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_model_worse_than_gzip_is_said_to_be(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "demo")
     summary = json.loads((folder / "summary.json").read_text())
@@ -363,6 +366,7 @@ def test_a_model_worse_than_gzip_is_said_to_be(tmp_path: Path) -> None:
     assert "Not yet better than gzip: 3.500" in "".join(page.words)
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_run_that_overfits_says_which_weights_it_has(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "demo")
     summary = json.loads((folder / "summary.json").read_text())

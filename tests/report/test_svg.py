@@ -4,6 +4,8 @@ import re
 from pathlib import Path
 from xml.etree import ElementTree
 
+import pytest
+
 from deskside.report import run_experts, run_figures, run_languages
 from deskside.report.colors import DARK_FIGURE_COLORS
 from deskside.report.study_figures import draw
@@ -16,6 +18,7 @@ from tests.report.test_run_report import make_run
 from tests.study import made
 
 
+@pytest.mark.full
 def test_every_figure_is_right_on_a_light_and_a_dark_page(tmp_path: Path) -> None:
     results = compare(made.results())
     draw(results, tmp_path / "study")

@@ -51,6 +51,7 @@ def check(schemas: list[Schema], folder: Path) -> None:
     assert not invalid, f"{len(invalid)} of {len(schemas)} answers are not valid"
 
 
+@pytest.mark.full
 def test_schemas(tmp_path: Path) -> None:
     check(hard_schemas()[3:6] + random_schemas(3, seed=1), tmp_path)
 

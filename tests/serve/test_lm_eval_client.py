@@ -123,7 +123,14 @@ def differing(
 
 
 @pytest.mark.parametrize(
-    "config", [CHOICE, LIKELIHOOD, ROLLING, GENERATED], ids=lambda config: config["output_type"]
+    "config",
+    [
+        CHOICE,
+        GENERATED,
+        pytest.param(LIKELIHOOD, marks=pytest.mark.full),
+        pytest.param(ROLLING, marks=pytest.mark.full),
+    ],
+    ids=lambda config: config["output_type"],
 )
 def test_no_item_differs(made: Made, client: LocalCompletionsAPI, config: dict[str, Any]) -> None:
     """After two of these prompts, the model's next token ends the text."""

@@ -131,7 +131,7 @@ def test_choice_of_a_function_and_number_of_calls(loaded: Callable[[str], Loaded
     async def run(client: openai.AsyncOpenAI) -> None:
         named = {"type": "function", "function": {"name": "get_weather"}}
         numbers = set()
-        for seed in range(4):
+        for seed in range(2):
             choice = await ask(client, tools=TOOLS, tool_choice=named, seed=seed)
             assert {function for function, _ in calls_of(choice)} == {"get_weather"}
             numbers.add(len(calls_of(choice)))

@@ -93,7 +93,14 @@ def statuses(folder: StudyFolder) -> list[str]:
     return [trial.status for arm in files.read(folder.path).arms for trial in arm.trials]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number",
+    [
+        signal.SIGINT,
+        pytest.param(signal.SIGTERM, marks=pytest.mark.full),
+        pytest.param(signal.SIGHUP, marks=pytest.mark.full),
+    ],
+)
 def test_a_signal_saves_what_runs_and_stops(
     number: signal.Signals, folder: StudyFolder, drive: Callable[..., "subprocess.Popen[str]"]
 ) -> None:
@@ -213,6 +220,7 @@ def test_a_trial_that_hangs_is_ended_and_the_study_goes_on(
     assert sorted(statuses(folder)) == ["failed"] + 3 * ["finished"]
 
 
+@pytest.mark.full
 def test_a_slow_trial_is_not_ended_as_long_as_it_logs(
     folder: StudyFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

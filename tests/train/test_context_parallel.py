@@ -132,11 +132,11 @@ RUNS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("name", "processes"),
     [
-        ("dense", 2),
+        pytest.param("dense", 2, marks=pytest.mark.full),
         ("documents", 4),
         ("experts, documents", 2),
-        ("experts, fused, recomputed, offloaded", 2),
-        ("learned positions, passes, stages", 2),
+        pytest.param("experts, fused, recomputed, offloaded", 2, marks=pytest.mark.full),
+        pytest.param("learned positions, passes, stages", 2, marks=pytest.mark.full),
     ],
 )
 def test_a_run_is_that_of_one_process(name: str, processes: int, data: Path, tmp_path: Path) -> None:
@@ -155,6 +155,7 @@ def test_a_run_is_that_of_one_process(name: str, processes: int, data: Path, tmp
     assert values[0][5] is not None and values[1] == [v and pytest.approx(v, abs=1e-5) for v in values[0]]
 
 
+@pytest.mark.full
 def test_a_run_goes_on_without_shared_rows_and_with_them(data: Path, tmp_path: Path) -> None:
     """A checkpoint has whole weights, and the configuration sets the number of processes that share rows."""
     changes = {"optim": ADAMW, "schedule": LENGTH, "checkpoint": {"every": "4 steps"}}

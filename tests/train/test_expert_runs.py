@@ -83,6 +83,7 @@ def test_biases_move_by_whole_rates_and_a_resumed_run_is_the_same(
     assert (tmp_path / "killed" / weights).read_bytes() == (balanced / weights).read_bytes()
 
 
+@pytest.mark.full
 def test_two_processes_update_the_biases_like_one(balanced: Path, data: Path, tmp_path: Path) -> None:
     config = tiny_run.config(data, model=BIASED, **CHANGES)
     child = tiny_run.call(tiny_run.train, tmp_path, config, "two", log=tmp_path / "log", ranks=2)

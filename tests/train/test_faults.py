@@ -48,7 +48,7 @@ def wait_for(true: Callable[[], bool], child: tiny_run.Child, seconds: float = 6
 
 @pytest.mark.parametrize(
     "kills, ranks",
-    [(3, 1), pytest.param(50, 1, marks=pytest.mark.full), pytest.param(20, 2, marks=pytest.mark.full)],
+    [(2, 1), pytest.param(50, 1, marks=pytest.mark.full), pytest.param(20, 2, marks=pytest.mark.full)],
 )
 def test_kills_at_random_moments(kills: int, ranks: int, data: Path, tmp_path: Path) -> None:
     """A checkpoint is written at every step, so about every second kill falls into a write."""
@@ -369,8 +369,10 @@ def fill(disk: Path, leave: int) -> Path:
     return filler
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    "leave, every, what", [(200_000, 10, "checkpoint of step 20"), (0, 60, "metrics.jsonl")]
+    "leave, every, what",
+    [(200_000, 10, "checkpoint of step 20"), (0, 60, "metrics.jsonl")],
 )
 def test_a_full_disk_stops_the_run_and_harms_nothing(
     leave: int, every: int, what: str, data: Path, small_disk: Path, tmp_path: Path

@@ -30,7 +30,10 @@ print(json.dumps([timer.losses, sorted(sys.modules)]))
 
 
 # The emulated formats' sublayers are differentiated with torch's operators, which imports sympy.
-@pytest.mark.parametrize("precision, heavy", [("fp32", {*HEAVY, "sympy"}), ("fp8-delayed", {*HEAVY})])
+@pytest.mark.parametrize(
+    "precision, heavy",
+    [("fp32", {*HEAVY, "sympy"}), pytest.param("fp8-delayed", {*HEAVY}, marks=pytest.mark.full)],
+)
 def test_a_first_step_imports_no_compiler_and_no_sharding(precision: str, heavy: set[str]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", STEP % precision], capture_output=True, text=True, check=True, timeout=300

@@ -70,9 +70,9 @@ def captures(run: Path) -> int:
 @pytest.mark.parametrize(
     ("pool", "changes", "captured"),
     [
-        (Replaying, {**DOCUMENTS, "evaluate": {"every": "5 steps"}}, 1),
+        pytest.param(Replaying, {**DOCUMENTS, "evaluate": {"every": "5 steps"}}, 1, marks=pytest.mark.full),
         (Checking, {**FP8, **DOCUMENTS, "evaluate": {"every": "5 steps"}}, 1),
-        (Checking, {**WINDOWED, "schedule": {"stages": STAGES}}, 3),
+        pytest.param(Checking, {**WINDOWED, "schedule": {"stages": STAGES}}, 3, marks=pytest.mark.full),
         pytest.param(
             Replaying, {**FP8, **WINDOWED, "schedule": {"stages": STAGES}}, 3, marks=pytest.mark.full
         ),
@@ -137,8 +137,12 @@ class StopAfter(Callback):
             self.stop.requested = "SIGTERM"
 
 
-@pytest.mark.parametrize("changes", [DOCUMENTS, {**DOCUMENTS, **FP8}], ids=["bf16", "fp8"])
-@pytest.mark.parametrize("stop_at", [pytest.param(1, marks=pytest.mark.full), 3, 9])
+@pytest.mark.parametrize(
+    "changes",
+    [pytest.param(DOCUMENTS, marks=pytest.mark.full), {**DOCUMENTS, **FP8}],
+    ids=["bf16", "fp8"],
+)
+@pytest.mark.parametrize("stop_at", [pytest.param(n, marks=pytest.mark.full) for n in (1, 3)] + [9])
 def test_a_resumed_run_is_the_same(
     changes: dict[str, Any], stop_at: int, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from deskside.cli.main import main
 from deskside.config.run import RunConfig
 from deskside.train import parallel
 from deskside.utils.errors import RunError, UsageError
@@ -73,7 +74,7 @@ def in_ranks(folder: Path, config: RunConfig, name: str, ranks: int = 2) -> tiny
     [
         ({"name": "muon", "grad_clip": 0.5, "ema_nesterov": 0.6}, 2),
         pytest.param({"name": "muon"}, 3, marks=pytest.mark.full),
-        ({"name": "adamw", "grad_clip": 0.5}, 2),
+        pytest.param({"name": "adamw", "grad_clip": 0.5}, 2, marks=pytest.mark.full),
     ],
     ids=["muon on 2", "muon on 3", "adamw on 2"],
 )
@@ -105,7 +106,7 @@ def _writes_at_once(config: RunConfig) -> RunConfig:
 @pytest.mark.parametrize(
     "optim, before, after",
     [
-        ("adamw", 2, 1),
+        pytest.param("adamw", 2, 1, marks=pytest.mark.full),
         pytest.param("adamw", 1, 2, marks=pytest.mark.full),
         ("muon", 1, 3),
         *(pytest.param("muon", before, after, marks=pytest.mark.full) for before, after in ((2, 1), (3, 2))),
@@ -131,7 +132,7 @@ def test_a_run_goes_on_with_another_number_of_processes(
 @pytest.mark.parametrize(
     "changes",
     [
-        {},
+        pytest.param({}, marks=pytest.mark.full),
         {"parallel": {"gradient_dtype": "bfloat16"}},
         pytest.param(
             {"optim": {"weights": "bfloat16", "offload": True}, "precision": {"name": "bf16"}},
@@ -176,9 +177,10 @@ def test_a_batch_that_two_cannot_share_is_one_line(data: Path, tmp_path: Path) -
     ids=["muon", "adamw"],
 )
 def test_shards_train_like_one_process_and_resume_exactly(
-    optim: dict[str, Any], data: Path, tmp_path: Path
+    optim: dict[str, Any], data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changes: dict[str, Any] = {"optim": optim, "schedule": LENGTH, "evaluate": {"every": "15 steps"}}
+    changes: dict[str, Any] = {"optim": optim, "schedule": {"length": "20 steps"}}
+    changes["evaluate"] = {"every": "15 steps"}
     changes["dropout"] = 0.1
     alone = tiny_run.train(tmp_path, tiny_run.config(data, **changes), "alone").run.path
     config = tiny_run.config(data, parallel={"mode": "shard"}, **changes)
@@ -191,6 +193,7 @@ def test_shards_train_like_one_process_and_resume_exactly(
     kill_at_step(run, 14, child.kill, child.alive)
     assert child.wait() == -signal.SIGKILL
     assert (run / "checkpoints" / "step-000000010" / "sharded").is_dir()
+    assert main(["train", "--resume", str(run)]) == 2 and "--gpus" in capsys.readouterr().err
     again = tiny_run.call(tiny_run.resume, run, log=tmp_path / "log", ranks=2)
     assert again.wait() == 0, again.text()
     assert curve(run) == curve(tmp_path / "straight")
@@ -243,6 +246,7 @@ def test_a_sharded_run_killed_before_its_first_step(data: Path, tmp_path: Path) 
     assert curve(run) == curve(tmp_path / "straight")
 
 
+@pytest.mark.full
 def test_a_sharded_run_says_how_it_must_be_resumed(data: Path, tmp_path: Path) -> None:
     config = tiny_run.config(data, parallel={"mode": "shard"}, schedule=LENGTH)
     run = tmp_path / "run"
@@ -308,6 +312,7 @@ def train_late(root: Path, config: RunConfig, name: str, reads_weights: bool) ->
     assert any(late) == (not reads_weights)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("compile", ["off", "fused"])
 def test_whoever_reads_new_weights_waits_for_them(compile: str, data: Path, tmp_path: Path) -> None:
     """Passes, evaluations, checkpoints and the export equal those of a run whose weights arrive at once."""

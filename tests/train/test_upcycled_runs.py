@@ -36,7 +36,9 @@ def start(dense: Path, data: Path, runs: Path, name: str, *options: str) -> Path
     return runs / name
 
 
-@pytest.mark.parametrize("width", ["64", "16"], ids=["whole", "quarters"])
+@pytest.mark.parametrize(
+    "width", [pytest.param("64", marks=pytest.mark.full), "16"], ids=["whole", "quarters"]
+)
 def test_first_loss_is_that_of_the_dense_run(width: str, dense: Path, data: Path, tmp_path: Path) -> None:
     experts = EXPERTS
     if width == "16":

@@ -57,7 +57,10 @@ def work(folder: Path, write: bool) -> None:
     parallel.destroy_distributed(world)
 
 
-@pytest.mark.parametrize("writers, readers", [(4, 2), pytest.param(2, 4, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "writers, readers",
+    [(3, 2), *(pytest.param(*numbers, marks=pytest.mark.full) for numbers in ((4, 2), (2, 4)))],
+)
 def test_another_number_of_processes_reads_the_same(writers: int, readers: int, tmp_path: Path) -> None:
     for ranks, write in ((writers, True), (readers, False)):
         child = tiny_run.call(work, tmp_path, write, log=tmp_path / "log", ranks=ranks)

@@ -114,6 +114,7 @@ def test_what_the_planner_refuses_never_starts(tmp_path: Path) -> None:
     assert all(fits.excess(plan.trial({"model.depth": depth}))[0] == 0 for depth in started)
 
 
+@pytest.mark.full
 def test_kill_9_in_mid_trial_loses_and_repeats_nothing(tmp_path: Path) -> None:
     where, _ = made_search.begin(tmp_path / "s", max_trials=4, prune=False)
     process = subprocess.Popen(

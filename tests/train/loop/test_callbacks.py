@@ -83,12 +83,12 @@ def test_it_stops_the_run_which_can_be_resumed(
 def test_time_that_was_spent_before_and_time_that_is_kept(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tiny_run.VirtualTime(monkeypatch, lambda step: 0.05)
+    tiny_run.VirtualTime(monkeypatch, lambda step: 0.1)
     config = tiny_run.config(data, schedule={"length": "10s"})
     free = start(tmp_path, config, Notes(), "free").summary
     bound = start(tmp_path, config, Notes(spent=3.0, reserve=2.0), "bound").summary
     assert 9.7 <= free["seconds"] <= 10 and 7.7 <= bound["seconds"] <= 8
-    assert free["steps"] - bound["steps"] == pytest.approx(5 / 0.05, abs=3)
+    assert free["steps"] - bound["steps"] == pytest.approx(5 / 0.1, abs=2)
 
 
 def test_the_wall_clock_never_shows_less_than_was_spent() -> None:
@@ -118,7 +118,7 @@ def test_what_the_final_evaluation_takes_is_learnt_on_the_way(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A machine of half the speed also evaluates at half the speed, and the run still ends within its length."""
-    virtual = tiny_run.VirtualTime(monkeypatch, lambda step: 0.05 * (1 + (virtual.now > 10)))
+    virtual = tiny_run.VirtualTime(monkeypatch, lambda step: 0.1 * (1 + (virtual.now > 10)))
     original = objective.evaluate_dataset
     took: list[float] = []
 
@@ -166,7 +166,7 @@ def test_a_short_run_evaluates_what_there_is_time_for(
     """A validation text that would take half of the run gets a twentieth. On the
     training clock, evaluation is free.
     """
-    virtual = tiny_run.VirtualTime(monkeypatch, lambda step: 0.05)
+    virtual = tiny_run.VirtualTime(monkeypatch, lambda step: 0.1)
     original = objective.evaluate_dataset
     evaluated: list[int] = []
     limits: list[int] = []
@@ -205,7 +205,7 @@ def test_a_short_run_evaluates_what_there_is_time_for(
 def with_its_own_stopwatch(root: Path, config: Any) -> None:
     """Run a rank whose stopwatch shows ten times as much for an evaluation as the previous rank's."""
     patch, original, rank = pytest.MonkeyPatch(), objective.evaluate_dataset, int(os.environ["RANK"])
-    virtual = tiny_run.VirtualTime(patch, lambda step: 0.05)
+    virtual = tiny_run.VirtualTime(patch, lambda step: 0.2)
     limits: list[int | None] = []
 
     def evaluate_dataset(*arguments: Any, **given: Any) -> Any:

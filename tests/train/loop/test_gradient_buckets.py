@@ -118,7 +118,12 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", TWO_RANKS)
+EVERY_RUN = ("owned", "experts", "bfloat16 weights")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in EVERY_RUN else pytest.mark.full) for case in TWO_RANKS]
+)
 def test_sums_of_two_ranks_are_exact(case: str, tmp_path: Path) -> None:
     """a + b does not depend on the order, so each sum is one addition of the two processes' own gradients."""
     made = ranks_of(tmp_path, {"weights": "float32", "wire": "float32", **TWO_RANKS[case]}, 2)

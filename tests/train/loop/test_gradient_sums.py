@@ -59,7 +59,9 @@ def test_a_step_that_failed_leaves_nothing() -> None:
         assert parameter.grad is not None and torch.equal(parameter.grad, grad)
 
 
-@pytest.mark.parametrize("optimizer", [{"name": "muon"}, {"name": "adamw", "lr": 0.01}])
+@pytest.mark.parametrize(
+    "optimizer", [{"name": "muon"}, pytest.param({"name": "adamw", "lr": 0.01}, marks=pytest.mark.full)]
+)
 def test_a_run_with_bfloat16_weights_learns_as_well(
     optimizer: dict[str, Any], data: Path, tmp_path: Path
 ) -> None:

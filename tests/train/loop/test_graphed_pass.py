@@ -24,6 +24,7 @@ from deskside.train.parallel import World
 from deskside.train.prepare.attention_backends import AttentionBackends
 from deskside.train.prepare.graph_support import check_execution
 from deskside.utils.errors import RunError, UsageError
+from tests.examples import examples
 from tests.optim.models import NO_SCALING
 from tests.precision.small import make
 from tests.train.loop.graph_stand_ins import Allocating, Checking, Replaying, StandInPool
@@ -279,7 +280,7 @@ steps_of_a_run = st.lists(
 
 
 @given(runs=steps_of_a_run, pool=st.sampled_from(KINDS))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=examples(4, 8), deadline=None)
 def test_a_changed_kind_never_replays_an_old_graph(runs: list[Any], pool: type[StandInPool]) -> None:
     recipe, shape = "fp8-tensorwise", WINDOWED
     plain, (run, _) = stepper(recipe, shape=shape), graphed(pool, recipe, shape=shape)

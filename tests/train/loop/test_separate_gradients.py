@@ -77,10 +77,10 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     "optim",
     [
-        {"states": "8bit", "weights": "bfloat16"},
         {"states": "8bit", "weights": "bfloat16", "offload": True},
-        {"states": "float32", "offload": True},
         {"states": "bfloat16", "weights": "float32"},
+        pytest.param({"states": "8bit", "weights": "bfloat16"}, marks=pytest.mark.full),
+        pytest.param({"states": "float32", "offload": True}, marks=pytest.mark.full),
     ],
     ids=lambda optim: " ".join(str(value) for value in optim.values()),
 )

@@ -34,7 +34,9 @@ from tests.train.tiny_run import curve, events, plan, rows
 # Ending on time
 
 
-@pytest.mark.parametrize("clock, slower", [("wall", 2.0), ("training", 0.5)])
+@pytest.mark.parametrize(
+    "clock, slower", [("wall", 2.0), pytest.param("training", 0.5, marks=pytest.mark.full)]
+)
 def test_a_run_in_hours_ends_on_time_when_the_speed_changes(
     clock: str, slower: float, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -444,6 +446,7 @@ def _twice(root: Path, config: Any) -> None:
     tiny_run.train(root, config, "two")
 
 
+@pytest.mark.full
 def test_deterministic_kernels_suffice(data: Path, tmp_path: Path) -> None:
     """Runs in a separate process, because the setting is global. On a CPU, the numbers equal those without it."""
     config = tiny_run.config(data, deterministic=True, schedule={"length": "10 steps"})

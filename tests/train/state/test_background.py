@@ -137,7 +137,11 @@ ON_HOST = {"offload": True, "weights": "bfloat16"}
 @pytest.mark.parametrize(
     "changes, ranks",
     [
-        ({"optim": {"name": "muon"}, "precision": {"name": "fp8-delayed", "keep_first": 0.0}}, 1),
+        pytest.param(
+            {"optim": {"name": "muon"}, "precision": {"name": "fp8-delayed", "keep_first": 0.0}},
+            1,
+            marks=pytest.mark.full,
+        ),
         (
             {
                 "model": WIDER,
@@ -243,7 +247,12 @@ def killed_at(root: Path, config: RunConfig, point: str) -> None:
     tiny_run.train(root, config)
 
 
-@pytest.mark.parametrize("point", POINTS)
+EVERY_RUN = ("tensors", "deletion of the old")
+
+
+@pytest.mark.parametrize(
+    "point", [pytest.param(point, marks=() if point in EVERY_RUN else pytest.mark.full) for point in POINTS]
+)
 def test_a_kill_while_a_checkpoint_is_written(point: str, data: Path, tmp_path: Path) -> None:
     config = tiny_run.config(data, schedule=LENGTH, checkpoint={"keep": 1})
     child = tiny_run.call(killed_at, tmp_path, config, point, log=tmp_path / "log")
