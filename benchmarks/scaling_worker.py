@@ -50,7 +50,7 @@ def measure(case: Mapping[str, Any], spec: Mapping[str, Any], world: World) -> d
     prepared = prepare_step(config, world=world)
     device, rows = world.device, prepared.rows_per_step
     environment_record.reset_peak_memory(device)
-    batches = random_batches(prepared.rows, prepared.fit.micro_rows, rows, device)
+    batches = random_batches(prepared.rows, prepared.fit.micro_rows, rows, world)
     timer = StepTimer(prepared.stepper, batches, prepared.fit.accumulation, ClockSensors(device))
     warmup, _ = timer.run(0.0, WARMUP_STEPS)
     # Rank 0 decides how many steps, because the ranks would not agree about the time.
