@@ -31,9 +31,6 @@ import argparse
 import dataclasses
 import json
 import os
-import shutil
-import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -44,12 +41,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.scaling_cases import TOKENS, Case, cases, forecast
+from benchmarks.scaling_resume import resume
 from benchmarks.scaling_table import table
 from benchmarks.step import configuration_keys
 from deskside.utils.child_process import cpu_cores
 from deskside.utils.errors import UsageError
-
-POLL_SECONDS = 0.2
 
 
 def measure(options: argparse.Namespace, p2p: bool) -> None:
@@ -154,68 +150,6 @@ def append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a file of JSON lines, none if it does not exist."""
     return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
-
-
-def train_command(case: Case, options: argparse.Namespace, run: Path) -> list[str]:
-    """Return the command that trains a case deterministically in a directory."""
-    keys = {f"{part}.{key}": value for part, values in case.config().items() for key, value in values.items()}
-    for part, values in options.others.items():
-        keys |= {f"{part}.{key}": value for key, value in values.items()}
-    keys |= {"data.path": options.data, "steps": options.steps, "gpus": case.gpus, "deterministic": "true"}
-    keys |= {"runs": run.parent, "name": run.name}
-    words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-    return [sys.executable, "-m", "deskside", "train", case.preset, *words]
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's metrics that are written whole."""
-    path = run / "metrics.jsonl"
-    text = path.read_text("utf-8") if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
-def resume(options: argparse.Namespace) -> dict[str, Any]:
-    """Stop a run in the middle, resume it on as many and on fewer GPUs, and compare with an uninterrupted run.
-
-    Returns the largest relative difference of a loss after the stop, for each number of GPUs, and the median tokens/s
-    of the uninterrupted run: `deskside train` with its data loader.
-    """
-    gpus = options.gpus[0]
-    case = Case(options.preset, "muon", "bf16", gpus, gpus * options.tokens)
-    differences = {}
-    with tempfile.TemporaryDirectory(prefix="deskside-scaling-", dir=options.folder) as name:
-        folder = Path(name)
-        whole = folder / "whole"
-        subprocess.run(train_command(case, options, whole), check=True, stdout=subprocess.DEVNULL)
-        expected = {row["step"]: row["loss"] for row in metrics(whole)}
-        speeds = [row["tokens_per_second"] for row in metrics(whole)[options.steps // 3 :]]
-        run = folder / "stopped"
-        with subprocess.Popen(train_command(case, options, run), stdout=subprocess.DEVNULL) as process:
-            while process.poll() is None and len(metrics(run)) < options.steps // 2:
-                time.sleep(POLL_SECONDS)
-            process.send_signal(signal.SIGTERM)
-        stopped = len(metrics(run))
-        for then in (gpus, options.then):
-            resumed = folder / f"then-{then}"
-            shutil.copytree(run, resumed)
-            words = ["train", "--resume", str(resumed), "--gpus", str(then)]
-            subprocess.run([sys.executable, "-m", "deskside", *words], check=True, stdout=subprocess.DEVNULL)
-            losses = {row["step"]: row["loss"] for row in metrics(resumed)}
-            if losses.keys() != expected.keys() or not 0 < stopped < options.steps:
-                raise SystemExit(f"the run was not stopped in the middle, or did not end: step {stopped}")
-            differences[then] = max(
-                abs(losses[step] / expected[step] - 1) for step in losses if step > stopped
-            )
-            print(
-                f"{gpus} GPUs, stopped after step {stopped}, then {then}: {differences[then]:.3g}", flush=True
-            )
-    return {
-        "case": case.name,
-        "steps": options.steps,
-        "stopped_after": stopped,
-        "largest_relative_difference": differences,
-        "tokens_per_second": statistics.median(speeds),
-    }
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
