@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.scaling_cases import Case
+from deskside.utils.signals import exit_code
 
 POLL_SECONDS = 0.2
+STOPPED_CODE = exit_code("SIGTERM")  # of a run that SIGTERM stopped after it had saved
 
 
 def train_command(case: Case, options: argparse.Namespace, run: Path) -> list[str]:
@@ -39,7 +41,8 @@ def resume(options: argparse.Namespace) -> dict[str, Any]:
     """Stop a run in the middle, resume it on as many and on fewer GPUs, and compare with an uninterrupted run.
 
     Returns the largest relative difference of a loss after the stop, for each number of GPUs, and the median tokens/s
-    of the uninterrupted run: `deskside train` with its data loader.
+    of the uninterrupted run: `deskside train` with its data loader. Raises SystemExit if the stopped run did not save
+    and end as SIGTERM asks, and CalledProcessError if another one fails.
     """
     gpus = options.gpus[0]
     case = Case(options.preset, "muon", "bf16", gpus, gpus * options.tokens)
@@ -55,6 +58,12 @@ def resume(options: argparse.Namespace) -> dict[str, Any]:
             while process.poll() is None and len(metrics(run)) < options.steps // 2:
                 time.sleep(POLL_SECONDS)
             process.send_signal(signal.SIGTERM)
+        if process.returncode != STOPPED_CODE:
+            # Without a checkpoint of the last step, resumed runs would repeat steps that were to be left out.
+            raise SystemExit(
+                f"the run that was to be stopped ended with exit code {process.returncode}; one that saves on SIGTERM "
+                f"ends with {STOPPED_CODE}"
+            )
         stopped = len(metrics(run))
         for then in (gpus, options.then):
             resumed = folder / f"then-{then}"

@@ -1,11 +1,14 @@
 """The scaling benchmark, with two CPU processes in place of two GPUs."""
 
 import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks import scaling, scaling_cases, scaling_worker
+from benchmarks import scaling, scaling_cases, scaling_resume, scaling_worker
 from benchmarks.scaling_cases import Case, cases, forecast
 from benchmarks.scaling_table import table
 from benchmarks.step_profile import Activity
@@ -52,6 +55,34 @@ def test_exposed_communication_is_what_no_other_kernel_covers() -> None:
     assert scaling_worker.communication(kernels, 2) == {
         "communication_ms": 3.0, "compute_ms": 5.5, "busy_ms": 7.0, "exposed_ms": 1.5, "collectives": 0.5,
     }  # fmt: skip
+
+
+RUN = """
+import signal, sys, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, lambda *_: sys.exit({code}))
+run = Path({folder!r})
+run.mkdir()
+with (run / "metrics.jsonl").open("w") as file:
+    for step in range(1, 5):
+        print('{{"step": %d, "loss": 1.0, "tokens_per_second": 1.0}}' % step, file=file, flush=True)
+        time.sleep({pause})
+"""
+
+
+@pytest.mark.parametrize(("code", "pause"), [(1, 2), (0, 0)], ids=["crashed", "finished"])
+def test_a_run_that_was_not_stopped_is_not_resumed(
+    code: int, pause: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def command(case: Case, options: Any, run: Path) -> Sequence[str]:
+        script = RUN.format(code=code, pause=0 if run.name == "whole" else pause, folder=str(run))
+        return [sys.executable, "-c", script]
+
+    monkeypatch.setattr(scaling_resume, "train_command", command)
+    words = ["resume", str(tmp_path / "out"), "--data", "D", "--gpus", "2", "--steps", "4"]
+    with pytest.raises(SystemExit, match=f"ended with exit code {code}; .* ends with 143"):
+        scaling.main([*words, "--folder", str(tmp_path)])
+    assert not (tmp_path / "out" / "resume.json").exists()
 
 
 @pytest.mark.full
