@@ -57,6 +57,91 @@ def test_exposed_communication_is_what_no_other_kernel_covers() -> None:
     }  # fmt: skip
 
 
+class Workers:
+    """Workers that write a row for each case, beside a group that ends for a reason of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started: list[tuple[int, list[str]]] = []  # group and cases of each start
+        self.stop_after: int | None = (
+            None  # rows, after which the command is stopped while it writes another one
+        )
+        self.failing = ""
+        monkeypatch.setattr(scaling, "run_workers", self.run)
+
+    def run(self, group: int, gpus: int, options: Any, spec: dict[str, Any]) -> str | None:
+        names = [case["row"]["case"] for case in spec["cases"]]
+        self.started.append((group, names))
+        card = ",".join(str(group * gpus + index) for index in range(gpus))
+        with Path(spec["rows"]).open("a") as file:
+            for number, case in enumerate(spec["cases"]):
+                if case["row"]["case"] == self.failing:
+                    return "out of memory"
+                line = json.dumps({**case["row"], "card": card, "number": len(self.started)}) + "\n"
+                if number == self.stop_after:
+                    file.write(line[:20])
+                    raise InterruptedError
+                file.write(line)
+        return None
+
+
+def test_rows_of_a_stopped_call_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = Workers(monkeypatch)
+    given = ["measure", str(tmp_path), "--gpus", "1,2", "--only", "124m-adamw-bf16-2x65536,124m-muon-bf16"]
+    workers.stop_after = 1
+    with pytest.raises(InterruptedError):
+        scaling.main(given)
+    (stopped,) = workers.started
+    assert len(stopped[1]) > 2 and not (tmp_path / "measured.jsonl").exists()
+    workers.started, workers.stop_after = [], None
+    assert scaling.main(given) == 0
+    assert workers.started[0] == (0, stopped[1][1:])  # the first one has been measured
+    rows = scaling.read_rows(tmp_path / "measured.jsonl")
+    found = sorted((row["case"], row["card"]) for row in rows)
+    chosen = [case for case in cases((1, 2)) if any(part in case.name for part in given[-1].split(","))]
+    cards = [(case.name, case.gpus, case.is_usual) for case in chosen]
+    once = [name for name, _, usual in cards if not usual]
+    assert sorted(name for name, _ in found) == sorted(
+        [*once, *(2 * [name for name, _, usual in cards if usual])]
+    )
+    assert len(set(found)) == len(found) and not list(tmp_path.glob("rows-*"))
+
+    # The card whose row of a usual case is missing measures it, and no other.
+    usual = "124m-muon-bf16-1x65536"
+    kept = [row for row in rows if (row["case"], row["card"]) != (usual, "1")]
+    (tmp_path / "measured.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    workers.started = []
+    assert scaling.main(given) == 0 and workers.started == [(1, [usual])]
+
+
+def test_a_row_is_collected_once(tmp_path: Path) -> None:
+    """The command may be stopped between copying a row and removing its file."""
+    row = {"case": "a", "card": "0"}
+    scaling.append(tmp_path / "measured.jsonl", [row])
+    scaling.append(tmp_path / "rows-1-0.jsonl", [row, {**row, "card": "1"}])
+    assert scaling.collect(tmp_path / "rows-1-0.jsonl", tmp_path) == 2
+    assert scaling.read_rows(tmp_path / "measured.jsonl") == [row, {**row, "card": "1"}]
+
+
+def test_a_failed_case_is_tried_again_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = Workers(monkeypatch)
+    given = ["measure", str(tmp_path), "--gpus", "2", "--only", "124m-adamw-bf16"]
+    workers.failing = "124m-adamw-bf16-2x65536"
+    for _ in range(2):
+        workers.started = []
+        assert scaling.main(given) == 1
+        # In a call, it is tried once, and the others are measured.
+        assert sum(workers.failing in names for _, names in workers.started) == 1
+    failed = scaling.read_rows(tmp_path / "failed.jsonl")
+    assert [row["case"] for row in failed] == 2 * [workers.failing]
+    assert len(scaling.read_rows(tmp_path / "measured.jsonl")) == 2
+    workers.failing, workers.started = "", []
+    assert scaling.main(given) == 0
+    assert workers.started == [(0, ["124m-adamw-bf16-2x65536"])]
+    assert scaling.main(given) == 0
+
+
 RUN = """
 import signal, sys, time
 from pathlib import Path
