@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import scaling, scaling_cases, scaling_resume, scaling_worker
 from benchmarks.scaling_cases import Case, cases, forecast
@@ -14,6 +15,8 @@ from benchmarks.scaling_table import table
 from benchmarks.step_profile import Activity
 from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.prepare import prepare
+from deskside.kernels.attention import BACKENDS
+from deskside.train.parallel import World
 from tests.train.tiny_run import ONE_THREAD, SHAPE, write_text
 
 
@@ -55,6 +58,25 @@ def test_exposed_communication_is_what_no_other_kernel_covers() -> None:
     assert scaling_worker.communication(kernels, 2) == {
         "communication_ms": 3.0, "compute_ms": 5.5, "busy_ms": 7.0, "exposed_ms": 1.5, "collectives": 0.5,
     }  # fmt: skip
+
+
+def test_a_row_says_which_attention_was_measured() -> None:
+    config = {"model": SHAPE, "batch": {"sequence_length": 32}, "compute": {"device": "cpu"}}
+    case = {"preset": "demo", "optimizer": "adamw", "tokens": 64, "config": config}
+    row = scaling_worker.measure(case, {"seconds": 0.0, "profile": False}, World(torch.device("cpu")))
+    assert row["attention"].keys() == {"full"} and row["attention"]["full"] in BACKENDS
+    assert row["watts"] == []
+
+
+def test_a_row_names_the_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        uuid = "1b2c"
+
+    assert scaling_worker.about(World(torch.device("cpu")))["uuids"] == []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    facts = scaling_worker.about(World(torch.device("cuda", 0)))
+    assert (facts["uuids"], facts["device"]) == (["1b2c"], "NVIDIA H200")
 
 
 class Workers:
