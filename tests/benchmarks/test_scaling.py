@@ -47,6 +47,8 @@ def test_a_forecast_and_its_error() -> None:
     assert line[0] == two.name and line[3:7] == ["95.4%", "97.7%", "4.86", "1.25"]
     assert line[7:10] == ["536.9", "1,400", "20.5"]
     assert line[11] == f"{speed['expected'] / 1_250_000 - 1:+.1%}"
+    without_nvml = table([{**row, "watts": []} for row in rows], [])
+    assert [line.strip("|").split("|")[8].strip() for line in without_nvml[2:]] == ["", ""]
 
 
 def test_exposed_communication_is_what_no_other_kernel_covers() -> None:
