@@ -1,6 +1,7 @@
 """The scaling benchmark, with two CPU processes in place of two GPUs."""
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -228,6 +229,9 @@ def test_measured_rows_and_resumed_runs(
     for row in rows:
         assert 0 < row["p10"] <= row["p50"] <= row["p90"] and row["finite"]
         assert len(row["peak_gib"]) == row["gpus"] == len(row["step_seconds_of_ranks"])
+        assert row["attention"] == {"full": "reference"} and row["uuids"] == []
+        # That of all ranks' tokens, however many ranks there are
+        assert row["loss_last"] < 1.2 * math.log(SHAPE["vocab_size"])
     assert scaling.main(["measure", str(out), *few]) == 0  # a case is measured once
     assert len(scaling.read_rows(out / "measured.jsonl")) == len(rows)
     assert scaling.main(["bandwidth", str(out), *given]) == 0
