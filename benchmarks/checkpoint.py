@@ -44,9 +44,9 @@ class Measurement:
     def __init__(self, config: RunConfig, folder: Path, steps: int):
         prepared = prepare_step(config)
         self.stepper, self.steps, self.folder = prepared.stepper, steps, folder
-        device = self.stepper.world.device
-        batches = random_batches(prepared.rows, prepared.fit.micro_rows, prepared.rows_per_step, device)
-        sensors = environment_record.Sensors(device)
+        world = self.stepper.world
+        batches = random_batches(prepared.rows, prepared.fit.micro_rows, prepared.rows_per_step, world)
+        sensors = environment_record.Sensors(world.device)
         self.timer = StepTimer(self.stepper, batches, prepared.fit.accumulation, sensors)
         self.run_until(WARMUP_STEPS)
         seconds, done = self.run_until(steps)

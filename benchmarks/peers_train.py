@@ -14,6 +14,7 @@ from deskside.budget.shape import num_params
 from deskside.probe.point import RandomRows, memory_peaks, quantile, random_batches
 from deskside.train import environment_record
 from deskside.train.loop.step import DeviceEvent
+from deskside.train.parallel import World
 
 
 def measure(spec: dict[str, Any]) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
     peer = peers_models.build(spec["peer"], work)
     rows = min(spec["rows"], config.batch.tokens // T)
     accumulation = config.batch.tokens // (rows * T)
-    batches = random_batches(RandomRows(T, config.model.vocab_size), rows, rows, device)
+    batches = random_batches(RandomRows(T, config.model.vocab_size), rows, rows, World(device))
 
     def step(number: int) -> torch.Tensor:
         total = torch.zeros((), device=device)

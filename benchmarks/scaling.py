@@ -7,10 +7,12 @@
     python -m benchmarks.scaling table OUT [--markdown FILE]
 
 A case is a preset, an optimizer, a number format, a number of GPUs and the tokens of a step in all of them. Its row in
-OUT/measured.jsonl is appended as soon as it is measured, and a case that has a row is not measured again, so `measure`
-can be stopped and repeated. The cases with the most GPUs come first. Groups of fewer GPUs than the machine has work
-beside each other. The usual case of one GPU is measured on every GPU at once, because cards of one kind differ by some
-percent, and several wait for the slowest. A case that fails is written to OUT/failed.jsonl, and the others go on.
+OUT/rows-*.jsonl is written as soon as it is measured, and moves to OUT/measured.jsonl when its group of GPUs ends, or
+with the next call. A case that has a row is not measured again, so `measure` can be stopped and repeated. The cases
+with the most GPUs come first. Groups of fewer GPUs than the machine has work beside each other. The usual case of one
+GPU is measured on every GPU at once, because cards of one kind differ by some percent, and several wait for the
+slowest. A case that fails is appended to OUT/failed.jsonl, and the others go on. The exit code of `measure` is 1 if a
+case failed in this call; the next call tries it again.
 
     tokens/s   median of the counted steps, with p10 and p90; of one GPU: of the median card
     efficiency tokens/s over those of one GPU with as many tokens for each GPU, times the number of GPUs
@@ -31,9 +33,6 @@ import argparse
 import dataclasses
 import json
 import os
-import shutil
-import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -44,26 +43,27 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.scaling_cases import TOKENS, Case, cases, forecast
+from benchmarks.scaling_resume import resume
 from benchmarks.scaling_table import table
 from benchmarks.step import configuration_keys
 from deskside.utils.child_process import cpu_cores
 from deskside.utils.errors import UsageError
 
-POLL_SECONDS = 0.2
 
-
-def measure(options: argparse.Namespace, p2p: bool) -> None:
-    """Measure the cases that have no row yet; rows are appended to OUT/measured.jsonl."""
-    known = {
-        row["case"] for name in ("measured", "failed") for row in read_rows(options.out / f"{name}.jsonl")
-    }
+def measure(options: argparse.Namespace, p2p: bool) -> bool:
+    """Measure the cases that have no row in OUT/measured.jsonl, and append theirs. Return True if none failed."""
+    for rows in sorted(options.out.glob("rows-*.jsonl")):  # of a call that was stopped
+        collect(rows, options.out)
+    measured = {(row["case"], row["card"]) for row in read_rows(options.out / "measured.jsonl")}
+    known = {case for case, _ in measured}
+    succeeded = True
     end = time.time() + 60 * options.minutes
     for number in sorted(options.gpus, reverse=True):
         todo = [
             case
             for case in cases(options.gpus, p2p)
             if case.gpus == number
-            and case.name not in known
+            and (case.is_usual or case.name not in known)
             and any(part in case.name for part in options.only.split(","))
             and (p2p or number > 1)
         ]
@@ -71,7 +71,10 @@ def measure(options: argparse.Namespace, p2p: bool) -> None:
         everywhere = [case for case in todo if case.is_usual]
         others = [case for case in todo if case not in everywhere]
         groups = max(options.gpus) // number
-        shares = [everywhere + others[group::groups] for group in range(groups)]
+        shares = [
+            [case for case in everywhere if (case.name, str(group)) not in measured] + others[group::groups]
+            for group in range(groups)
+        ]
         with ThreadPoolExecutor(groups) as pool:
             results = [
                 pool.submit(measure_share, share, group, number, end, options)
@@ -79,28 +82,41 @@ def measure(options: argparse.Namespace, p2p: bool) -> None:
                 if share
             ]
         for result in results:
-            result.result()
+            succeeded = result.result() and succeeded
+    return succeeded
 
 
 def measure_share(
     share: Sequence[Case], group: int, gpus: int, end: float, options: argparse.Namespace
-) -> None:
-    """Measure cases one after another in one group of processes. After a failure, go on with the next case."""
+) -> bool:
+    """Measure cases one after another in one group of processes. Return True if none failed.
+
+    After a failure, go on with the next case.
+    """
     rows = options.out / f"rows-{gpus}-{group}.jsonl"
+    succeeded = True
     for shared_rows in (False, True):
         left = [case for case in share if (case.mode == "context") == shared_rows]
         while left and time.time() < end:
-            rows.unlink(missing_ok=True)
             cases = [worker_case(case, options.others) for case in left]
             spec = {"cases": cases, "end": end, "rows": str(rows), "context": gpus if shared_rows else 1}
             failure = run_workers(group, gpus, options, spec)
-            done = read_rows(rows)
-            append(options.out / "measured.jsonl", done)
-            if failure is None or len(done) == len(left):  # it may also fail at its end, which was printed
+            done = collect(rows, options.out)
+            if failure is None or done == len(left):  # it may also fail at its end, which was printed
                 break
-            failed, left = left[len(done)], left[len(done) + 1 :]
+            failed, left = left[done], left[done + 1 :]
             append(options.out / "failed.jsonl", [{"case": failed.name, "error": failure}])
+            succeeded = False
+    return succeeded
+
+
+def collect(rows: Path, out: Path) -> int:
+    """Move the rows that workers have written to OUT/measured.jsonl. Return their number."""
+    found = read_rows(rows)
+    known = read_rows(out / "measured.jsonl")  # a call may have been stopped between the next two lines
+    append(out / "measured.jsonl", [row for row in found if row not in known])
     rows.unlink(missing_ok=True)
+    return len(found)
 
 
 def worker_case(case: Case, others: dict[str, Any]) -> dict[str, Any]:
@@ -152,70 +168,9 @@ def append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file of JSON lines, none if it does not exist."""
-    return [json.loads(line) for line in path.read_text("utf-8").splitlines()] if path.exists() else []
-
-
-def train_command(case: Case, options: argparse.Namespace, run: Path) -> list[str]:
-    """Return the command that trains a case deterministically in a directory."""
-    keys = {f"{part}.{key}": value for part, values in case.config().items() for key, value in values.items()}
-    for part, values in options.others.items():
-        keys |= {f"{part}.{key}": value for key, value in values.items()}
-    keys |= {"data.path": options.data, "steps": options.steps, "gpus": case.gpus, "deterministic": "true"}
-    keys |= {"runs": run.parent, "name": run.name}
-    words = [word for key, value in keys.items() for word in (f"--{key}", str(value))]
-    return [sys.executable, "-m", "deskside", "train", case.preset, *words]
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    """Return the rows of a run's metrics that are written whole."""
-    path = run / "metrics.jsonl"
+    """Return the rows of a file of JSON lines that are written whole, none if it does not exist."""
     text = path.read_text("utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
-def resume(options: argparse.Namespace) -> dict[str, Any]:
-    """Stop a run in the middle, resume it on as many and on fewer GPUs, and compare with an uninterrupted run.
-
-    Returns the largest relative difference of a loss after the stop, for each number of GPUs, and the median tokens/s
-    of the uninterrupted run: `deskside train` with its data loader.
-    """
-    gpus = options.gpus[0]
-    case = Case(options.preset, "muon", "bf16", gpus, gpus * options.tokens)
-    differences = {}
-    with tempfile.TemporaryDirectory(prefix="deskside-scaling-", dir=options.folder) as name:
-        folder = Path(name)
-        whole = folder / "whole"
-        subprocess.run(train_command(case, options, whole), check=True, stdout=subprocess.DEVNULL)
-        expected = {row["step"]: row["loss"] for row in metrics(whole)}
-        speeds = [row["tokens_per_second"] for row in metrics(whole)[options.steps // 3 :]]
-        run = folder / "stopped"
-        with subprocess.Popen(train_command(case, options, run), stdout=subprocess.DEVNULL) as process:
-            while process.poll() is None and len(metrics(run)) < options.steps // 2:
-                time.sleep(POLL_SECONDS)
-            process.send_signal(signal.SIGTERM)
-        stopped = len(metrics(run))
-        for then in (gpus, options.then):
-            resumed = folder / f"then-{then}"
-            shutil.copytree(run, resumed)
-            words = ["train", "--resume", str(resumed), "--gpus", str(then)]
-            subprocess.run([sys.executable, "-m", "deskside", *words], check=True, stdout=subprocess.DEVNULL)
-            losses = {row["step"]: row["loss"] for row in metrics(resumed)}
-            if losses.keys() != expected.keys() or not 0 < stopped < options.steps:
-                raise SystemExit(f"the run was not stopped in the middle, or did not end: step {stopped}")
-            differences[then] = max(
-                abs(losses[step] / expected[step] - 1) for step in losses if step > stopped
-            )
-            print(
-                f"{gpus} GPUs, stopped after step {stopped}, then {then}: {differences[then]:.3g}", flush=True
-            )
-    return {
-        "case": case.name,
-        "steps": options.steps,
-        "stopped_after": stopped,
-        "largest_relative_difference": differences,
-        "tokens_per_second": statistics.median(speeds),
-    }
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -264,8 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif options.action == "bandwidth":
         measure_bandwidth(options)
     elif options.action == "measure":
-        measure(options, p2p_enabled())
-        return int((options.out / "failed.jsonl").exists())
+        return int(not measure(options, p2p_enabled()))
     elif options.action == "resume":
         (options.out / "resume.json").write_text(json.dumps(resume(options), indent=1) + "\n")
     else:

@@ -63,7 +63,8 @@ def _order(row: dict[str, Any]) -> tuple[Any, ...]:
 def _median_card(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the row of one card with the median speed of all."""
     speeds = {name: statistics.median(row[name] for row in rows) for name in ("p10", "p50", "p90")}
-    return {**rows[0], **speeds, "watts": [statistics.fmean(sum(row["watts"]) for row in rows)]}
+    watts = [sum(row["watts"]) for row in rows if row["watts"]]  # none without NVML
+    return {**rows[0], **speeds, "watts": [statistics.fmean(watts)] if watts else []}
 
 
 def _exposed(row: dict[str, Any]) -> str:

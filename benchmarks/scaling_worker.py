@@ -50,7 +50,7 @@ def measure(case: Mapping[str, Any], spec: Mapping[str, Any], world: World) -> d
     prepared = prepare_step(config, world=world)
     device, rows = world.device, prepared.rows_per_step
     environment_record.reset_peak_memory(device)
-    batches = random_batches(prepared.rows, prepared.fit.micro_rows, rows, device)
+    batches = random_batches(prepared.rows, prepared.fit.micro_rows, rows, world)
     timer = StepTimer(prepared.stepper, batches, prepared.fit.accumulation, ClockSensors(device))
     warmup, _ = timer.run(0.0, WARMUP_STEPS)
     # Rank 0 decides how many steps, because the ranks would not agree about the time.
@@ -76,6 +76,11 @@ def measure(case: Mapping[str, Any], spec: Mapping[str, Any], world: World) -> d
         "compile": prepared.mode,
         "native": prepared.native,
         "recipe": prepared.recipe,
+        "attention": {
+            kind: prepared.attention[kind]["name"]
+            for kind in ("full", "windowed")
+            if kind in prepared.attention
+        },
         "loss_last": timer.losses[-1],
         "finite": timer.finite,
     }
@@ -173,20 +178,31 @@ def _joules(device: torch.device) -> float | None:
     return None if used is None else used / 1000
 
 
+def about(world: World) -> dict[str, Any]:
+    """Return the entries of every row: the cards of the group, and torch's version. Every rank calls this.
+
+    card: the indices of the cards on their machine. uuids: what tells them from those of another machine.
+    """
+    on_gpu = world.device.type == "cuda"
+    uuids = world.gather(str(torch.cuda.get_device_properties(world.device).uuid) if on_gpu else None)
+    return {
+        "card": os.environ.get("CUDA_VISIBLE_DEVICES"),
+        "uuids": [uuid for uuid in uuids if uuid is not None],
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "torch": torch.__version__,
+    }
+
+
 def main() -> int:
     """Measure the cases of the specification, in this process of the group."""
     spec = json.loads(Path(sys.argv[1]).read_text("utf-8"))
     world = parallel.init_distributed(spec["device"], "auto", context=spec["context"])
-    about = {
-        "card": os.environ.get("CUDA_VISIBLE_DEVICES"),
-        "device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu",
-        "torch": torch.__version__,
-    }
+    facts = about(world)
 
     def write(row: dict[str, Any]) -> None:
         if world.is_rank_zero:
             with Path(spec["rows"]).open("a") as file:
-                file.write(json.dumps({**row, **about, "when": _now()}) + "\n")
+                file.write(json.dumps({**row, **facts, "when": _now()}) + "\n")
 
     try:
         if spec["bandwidth"]:

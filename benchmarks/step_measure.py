@@ -102,11 +102,12 @@ def _build(spec: Mapping[str, Any], marks: dict[str, float]) -> tuple[PreparedSt
         marks[part] = _since(spec)
 
     prepared = prepare_step(configuration(spec), report)
-    device, rows = prepared.stepper.world.device, prepared.rows_per_step
+    world, rows = prepared.stepper.world, prepared.rows_per_step
+    device = world.device
     if spec.get("data"):
         batches = _real_batches(spec["data"], prepared.config, prepared.fit, rows, device)
     else:
-        batches = random_batches(prepared.rows, prepared.fit.micro_rows, rows, device)
+        batches = random_batches(prepared.rows, prepared.fit.micro_rows, rows, world)
     return prepared, StepTimer(
         prepared.stepper, batches, prepared.fit.accumulation, environment_record.Sensors(device)
     )

@@ -48,8 +48,13 @@ def commands(seed: int, options: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run everything that has not finished. Raises CalledProcessError if a run fails."""
+    """Run everything that has not finished. Raises CalledProcessError if a run fails.
+
+    The options of a seed go to OUT/options-SEED.json, because jobs with other seeds may share the folder.
+    """
     for seed in options.seeds:
+        given = {**vars(options), "seeds": [seed]}
+        (options.out / f"options-{seed}.json").write_text(json.dumps(given, default=str, indent=1) + "\n")
         for name, words in commands(seed, options).items():
             folder = options.out / name
             if (folder / "summary.json").exists():
@@ -116,7 +121,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.action == "run":
         options.out.mkdir(parents=True, exist_ok=True)
         run(options)
-        (options.out / "options.json").write_text(json.dumps(vars(options), default=str, indent=1) + "\n")
     print("\n".join(table(options.out)))
     return 0
 

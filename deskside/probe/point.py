@@ -125,12 +125,17 @@ def prepare_step(
     torch.manual_seed(config.seed)
     notes: list[str] = []
     cache = TrialCache()
-    recipe, precision = setup.choose_recipe(config, world.device, notes.append, cache=cache)
+    # Ranks must not decide on their own: they could differ where a trial is a matter of timing.
+    recipe, precision = world.broadcast_result(
+        lambda: setup.choose_recipe(config, world.device, notes.append, cache=cache)
+    )
     report("recipe checked")
     model = setup.build_model(config, world, recipe)
     report("model built")
     peak = measure_matmul_peak(world.device, model.activation_dtype)
-    measurements = attention_backends.choose_attention(config, model, world, peak, cache)
+    measurements = world.broadcast_result(
+        lambda: attention_backends.choose_attention(config, model, world, peak, cache)
+    )
     report("attention chosen")
     native, formats = bool(precision["native"]), native_formats(precision)
     execution = setup.prepare_execution(config, model, world, recipe, precision, cache)
@@ -168,11 +173,12 @@ def measure_point(spec: dict[str, Any]) -> dict[str, Any]:
     spec: as in `point_config`, and optionally `warmup_seconds` and `seconds` (those of the timed steps).
     """
     prepared = prepare_step(point_config(spec))
-    config, device, fit = prepared.config, prepared.stepper.world.device, prepared.fit
+    config, world, fit = prepared.config, prepared.stepper.world, prepared.fit
+    device = world.device
     setup_seconds = time.perf_counter() - deskside.STARTED
 
     environment_record.reset_peak_memory(device)
-    batches = random_batches(prepared.rows, fit.micro_rows, prepared.rows_per_step, device)
+    batches = random_batches(prepared.rows, fit.micro_rows, prepared.rows_per_step, world)
     timer = StepTimer(prepared.stepper, batches, fit.accumulation, environment_record.Sensors(device))
     timer.run(spec.get("warmup_seconds", WARMUP_SECONDS[device.type]), WARMUP_STEPS)
     seconds, sensor_readings = timer.run(spec.get("seconds", MEASURED_SECONDS[device.type]), COUNTED_STEPS)
@@ -276,18 +282,22 @@ class StepTimer:
 
 
 def random_batches(
-    rows: RandomRows, micro_rows: int, rows_per_step: int, device: torch.device
+    rows: RandomRows, micro_rows: int, rows_per_step: int, world: parallel.World
 ) -> list[Batch]:
-    """Return a few micro-batches of random tokens whose frequency falls as 1 / rank."""
-    generator = torch.Generator().manual_seed(0)
+    """Return a few micro-batches of random tokens whose frequency falls as 1 / rank.
+
+    rows_per_step: rows of this process in a step. As with `Loader`, each of the `readers` has other tokens, processes
+    that share rows have the same, and `Batch.num_valid_step` counts the tokens of all.
+    """
+    generator = torch.Generator().manual_seed(world.reader)
     weights = 1.0 / torch.arange(1, rows.vocab_size + 1, dtype=torch.float64)
     shape = (micro_rows, rows.sequence_length)
     batches = []
     for _ in range(BATCHES):
         drawn = torch.multinomial(weights, shape[0] * shape[1], replacement=True, generator=generator)
-        tokens_BT = drawn.view(shape).to(device)
+        tokens_BT = drawn.view(shape).to(world.device)
         valid = tokens_BT.numel()
-        step_valid = rows_per_step * rows.sequence_length
+        step_valid = world.readers * rows_per_step * rows.sequence_length
         batches.append(Batch(tokens_BT, tokens_BT.roll(-1, dims=1), None, None, valid, step_valid))
     return batches
 

@@ -241,9 +241,8 @@ class NextToken:
     metric_names: tuple[str, ...] = ()
     multi_token = MultiTokenConfig()
     progress = 0.0
-    _weights_K: Tensor | None = (
-        None  # weights of the future targets in the present step, always in the same memory
-    )
+    # Weights of the future targets in the present step, always in the same memory
+    _weights_K: Tensor | None = None
 
     def open(self, config: RunConfig, path: Path, split: str, sequence_length: int) -> PackedDataset:
         self.multi_token = config.multi_token

@@ -1,16 +1,23 @@
 """The scaling benchmark, with two CPU processes in place of two GPUs."""
 
 import json
+import math
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
-from benchmarks import scaling, scaling_cases, scaling_worker
+from benchmarks import scaling, scaling_cases, scaling_resume, scaling_worker
 from benchmarks.scaling_cases import Case, cases, forecast
 from benchmarks.scaling_table import table
 from benchmarks.step_profile import Activity
 from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.prepare import prepare
+from deskside.kernels.attention import BACKENDS
+from deskside.train.parallel import World
 from tests.train.tiny_run import ONE_THREAD, SHAPE, write_text
 
 
@@ -41,6 +48,8 @@ def test_a_forecast_and_its_error() -> None:
     assert line[0] == two.name and line[3:7] == ["95.4%", "97.7%", "4.86", "1.25"]
     assert line[7:10] == ["536.9", "1,400", "20.5"]
     assert line[11] == f"{speed['expected'] / 1_250_000 - 1:+.1%}"
+    without_nvml = table([{**row, "watts": []} for row in rows], [])
+    assert [line.strip("|").split("|")[8].strip() for line in without_nvml[2:]] == ["", ""]
 
 
 def test_exposed_communication_is_what_no_other_kernel_covers() -> None:
@@ -52,6 +61,138 @@ def test_exposed_communication_is_what_no_other_kernel_covers() -> None:
     assert scaling_worker.communication(kernels, 2) == {
         "communication_ms": 3.0, "compute_ms": 5.5, "busy_ms": 7.0, "exposed_ms": 1.5, "collectives": 0.5,
     }  # fmt: skip
+
+
+def test_a_row_says_which_attention_was_measured() -> None:
+    config = {"model": SHAPE, "batch": {"sequence_length": 32}, "compute": {"device": "cpu"}}
+    case = {"preset": "demo", "optimizer": "adamw", "tokens": 64, "config": config}
+    row = scaling_worker.measure(case, {"seconds": 0.0, "profile": False}, World(torch.device("cpu")))
+    assert row["attention"].keys() == {"full"} and row["attention"]["full"] in BACKENDS
+    assert row["watts"] == []
+
+
+def test_a_row_names_the_cards(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        uuid = "1b2c"
+
+    assert scaling_worker.about(World(torch.device("cpu")))["uuids"] == []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    facts = scaling_worker.about(World(torch.device("cuda", 0)))
+    assert (facts["uuids"], facts["device"]) == (["1b2c"], "NVIDIA H200")
+
+
+class Workers:
+    """Workers that write a row for each case, beside a group that ends for a reason of its own."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.started: list[tuple[int, list[str]]] = []  # group and cases of each start
+        self.stop_after: int | None = (
+            None  # rows, after which the command is stopped while it writes another one
+        )
+        self.failing = ""
+        monkeypatch.setattr(scaling, "run_workers", self.run)
+
+    def run(self, group: int, gpus: int, options: Any, spec: dict[str, Any]) -> str | None:
+        names = [case["row"]["case"] for case in spec["cases"]]
+        self.started.append((group, names))
+        card = ",".join(str(group * gpus + index) for index in range(gpus))
+        with Path(spec["rows"]).open("a") as file:
+            for number, case in enumerate(spec["cases"]):
+                if case["row"]["case"] == self.failing:
+                    return "out of memory"
+                line = json.dumps({**case["row"], "card": card, "number": len(self.started)}) + "\n"
+                if number == self.stop_after:
+                    file.write(line[:20])
+                    raise InterruptedError
+                file.write(line)
+        return None
+
+
+def test_rows_of_a_stopped_call_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = Workers(monkeypatch)
+    given = ["measure", str(tmp_path), "--gpus", "1,2", "--only", "124m-adamw-bf16-2x65536,124m-muon-bf16"]
+    workers.stop_after = 1
+    with pytest.raises(InterruptedError):
+        scaling.main(given)
+    (stopped,) = workers.started
+    assert len(stopped[1]) > 2 and not (tmp_path / "measured.jsonl").exists()
+    workers.started, workers.stop_after = [], None
+    assert scaling.main(given) == 0
+    assert workers.started[0] == (0, stopped[1][1:])  # the first one has been measured
+    rows = scaling.read_rows(tmp_path / "measured.jsonl")
+    found = sorted((row["case"], row["card"]) for row in rows)
+    chosen = [case for case in cases((1, 2)) if any(part in case.name for part in given[-1].split(","))]
+    cards = [(case.name, case.gpus, case.is_usual) for case in chosen]
+    once = [name for name, _, usual in cards if not usual]
+    assert sorted(name for name, _ in found) == sorted(
+        [*once, *(2 * [name for name, _, usual in cards if usual])]
+    )
+    assert len(set(found)) == len(found) and not list(tmp_path.glob("rows-*"))
+
+    # The card whose row of a usual case is missing measures it, and no other.
+    usual = "124m-muon-bf16-1x65536"
+    kept = [row for row in rows if (row["case"], row["card"]) != (usual, "1")]
+    (tmp_path / "measured.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    workers.started = []
+    assert scaling.main(given) == 0 and workers.started == [(1, [usual])]
+
+
+def test_a_row_is_collected_once(tmp_path: Path) -> None:
+    """The command may be stopped between copying a row and removing its file."""
+    row = {"case": "a", "card": "0"}
+    scaling.append(tmp_path / "measured.jsonl", [row])
+    scaling.append(tmp_path / "rows-1-0.jsonl", [row, {**row, "card": "1"}])
+    assert scaling.collect(tmp_path / "rows-1-0.jsonl", tmp_path) == 2
+    assert scaling.read_rows(tmp_path / "measured.jsonl") == [row, {**row, "card": "1"}]
+
+
+def test_a_failed_case_is_tried_again_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    workers = Workers(monkeypatch)
+    given = ["measure", str(tmp_path), "--gpus", "2", "--only", "124m-adamw-bf16"]
+    workers.failing = "124m-adamw-bf16-2x65536"
+    for _ in range(2):
+        workers.started = []
+        assert scaling.main(given) == 1
+        # In a call, it is tried once, and the others are measured.
+        assert sum(workers.failing in names for _, names in workers.started) == 1
+    failed = scaling.read_rows(tmp_path / "failed.jsonl")
+    assert [row["case"] for row in failed] == 2 * [workers.failing]
+    assert len(scaling.read_rows(tmp_path / "measured.jsonl")) == 2
+    workers.failing, workers.started = "", []
+    assert scaling.main(given) == 0
+    assert workers.started == [(0, ["124m-adamw-bf16-2x65536"])]
+    assert scaling.main(given) == 0
+
+
+RUN = """
+import signal, sys, time
+from pathlib import Path
+signal.signal(signal.SIGTERM, lambda *_: sys.exit({code}))
+run = Path({folder!r})
+run.mkdir()
+with (run / "metrics.jsonl").open("w") as file:
+    for step in range(1, 5):
+        print('{{"step": %d, "loss": 1.0, "tokens_per_second": 1.0}}' % step, file=file, flush=True)
+        time.sleep({pause})
+"""
+
+
+@pytest.mark.parametrize(("code", "pause"), [(1, 2), (0, 0)], ids=["crashed", "finished"])
+def test_a_run_that_was_not_stopped_is_not_resumed(
+    code: int, pause: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def command(case: Case, options: Any, run: Path) -> Sequence[str]:
+        script = RUN.format(code=code, pause=0 if run.name == "whole" else pause, folder=str(run))
+        return [sys.executable, "-c", script]
+
+    monkeypatch.setattr(scaling_resume, "train_command", command)
+    words = ["resume", str(tmp_path / "out"), "--data", "D", "--gpus", "2", "--steps", "4"]
+    with pytest.raises(SystemExit, match=f"ended with exit code {code}; .* ends with 143"):
+        scaling.main([*words, "--folder", str(tmp_path)])
+    assert not (tmp_path / "out" / "resume.json").exists()
 
 
 @pytest.mark.full
@@ -88,6 +229,9 @@ def test_measured_rows_and_resumed_runs(
     for row in rows:
         assert 0 < row["p10"] <= row["p50"] <= row["p90"] and row["finite"]
         assert len(row["peak_gib"]) == row["gpus"] == len(row["step_seconds_of_ranks"])
+        assert row["attention"] == {"full": "reference"} and row["uuids"] == []
+        # That of all ranks' tokens, however many ranks there are
+        assert row["loss_last"] < 1.2 * math.log(SHAPE["vocab_size"])
     assert scaling.main(["measure", str(out), *few]) == 0  # a case is measured once
     assert len(scaling.read_rows(out / "measured.jsonl")) == len(rows)
     assert scaling.main(["bandwidth", str(out), *given]) == 0

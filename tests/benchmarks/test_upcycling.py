@@ -1,6 +1,7 @@
 """The benchmark of upcycling, with runs of a few steps on a tiny model."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,17 @@ def test_the_table_pairs_seeds(tmp_path: Path) -> None:
         ["upcycled", "3", "2.1000", "-10.00% (-10.00% to -10.00%)", "6.0000"],
         ["scratch", "1", "1.1000", "+10.00%", "3.0000"],
     ]
+
+
+def test_jobs_of_different_seeds_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`benchmarks/mixture.toml` runs one job for each seed, side by side."""
+    monkeypatch.setattr(subprocess, "run", lambda command, check: None)
+    for seed, minutes in ((1, "3"), (2, "4")):
+        given = ["run", str(tmp_path), "--data", "D", "--seeds", str(seed), "--minutes", minutes]
+        assert upcycling.main(given) == 0
+    found = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
+    facts = {name: (options["seeds"], options["minutes"]) for name, options in found.items()}
+    assert facts == {"options-1.json": ([1], 3.0), "options-2.json": ([2], 4.0)}
 
 
 @pytest.mark.full

@@ -1,16 +1,22 @@
 """A point is a real training run: its numbers agree with the budget's arithmetic and with the wall clock."""
 
 import math
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from deskside.budget.shape import flops_per_token, num_params
-from deskside.probe.point import RandomRows, measure_point, point_config, random_batches
+from deskside.probe.point import RandomRows, measure_point, point_config, prepare_step, random_batches
+from deskside.train import parallel
+from deskside.train.parallel import World
+from deskside.train.prepare import attention_backends, setup
 from deskside.utils import child_process
 from deskside.utils.errors import UsageError
+from tests.train import tiny_run
 
 SHAPE = {
     "vocab_size": 128, "num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 2,
@@ -65,7 +71,7 @@ def test_out_of_reach_is_one_line() -> None:
 
 
 def test_tokens_fall_as_one_over_rank() -> None:
-    (batch, *_) = random_batches(RandomRows(64, 100), 64, 128, torch.device("cpu"))
+    (batch, *_) = random_batches(RandomRows(64, 100), 64, 128, World(torch.device("cpu")))
     counts = torch.bincount(batch.tokens_BT.flatten(), minlength=100).double()
     expected = 64 * 64 / torch.arange(1, 101).double() / (1 / torch.arange(1, 101).double()).sum()
     assert float((counts[:5] / expected[:5] - 1).abs().max()) < 0.15
@@ -78,3 +84,50 @@ def test_through_a_child() -> None:
     )
     assert outcome.status == "ok", outcome.output
     assert outcome.value["setup_seconds"] < outcome.seconds
+
+
+def two_steps(folder: Path) -> None:
+    """Save losses and gradient norms of two steps: of this rank's tokens, or of one process with those of two ranks.
+
+    Only rank 0 may choose the recipe and the attention backends.
+    """
+    for module, name in ((setup, "choose_recipe"), (attention_backends, "choose_attention")):
+        choose = getattr(module, name)
+        setattr(module, name, choose if os.environ.get("RANK", "0") == "0" else None)
+    world = parallel.init_distributed("cpu", "auto")
+    prepared = prepare_step(point_config({**SPEC, "micro_tokens": 128, "optimizer": "adamw"}), world=world)
+    readers = [world] if world.size > 1 else [World(world.device, rank, 2) for rank in range(2)]
+    batches = [random_batches(prepared.rows, 4, 4, reader) for reader in readers]
+    found = []
+    for step, micro_batches in enumerate(list(zip(*batches, strict=True))[:2], start=1):
+        prepared.stepper.set_progress(0.1, 0.0, step)
+        found.append(prepared.stepper.run(list(micro_batches), step).read())
+    torch.save((found, prepared.attention), folder / f"{world.size}-{world.rank}.pt")
+    parallel.destroy_distributed(world)
+
+
+def test_ranks_train_on_their_own_tokens_with_the_loss_of_all(tmp_path: Path) -> None:
+    for ranks in (1, 2):
+        child = tiny_run.call(two_steps, tmp_path, log=tmp_path / f"log-{ranks}", ranks=ranks)
+        assert child.wait() == 0, child.text()
+    (alone, _), (first, attention), (second, received) = (
+        torch.load(tmp_path / f"{name}.pt") for name in ("1-0", "2-0", "2-1")
+    )
+    assert first == second and attention == received
+    assert alone[0][0] == pytest.approx(math.log(128), abs=0.1)
+    for one, both in zip(alone, first, strict=True):
+        assert both[:2] == pytest.approx(one[:2], rel=1e-5) and not both[2]
+
+
+def test_processes_that_share_rows_have_the_same_tokens() -> None:
+    def of(rank: int, context: int) -> Any:
+        ranks = parallel.ContextRanks(None, rank % context, context) if context > 1 else None
+        (batch, *_) = random_batches(
+            RandomRows(64, 100), 2, 2, World(torch.device("cpu"), rank, 4, False, ranks)
+        )
+        return batch
+
+    assert torch.equal(of(0, 2).tokens_BT, of(1, 2).tokens_BT)
+    assert not torch.equal(of(1, 2).tokens_BT, of(2, 2).tokens_BT)
+    assert not torch.equal(of(0, 1).tokens_BT, of(1, 1).tokens_BT)
+    assert [of(0, context).num_valid_step for context in (1, 2, 4)] == [4 * 128, 2 * 128, 128]

@@ -21,9 +21,9 @@ from deskside.train import environment_record
 
 keys = {"preset": "demo", "precision": "%s", "tokens": 128, "micro_tokens": 128, "sequence_length": 64}
 prepared = prepare_step(configuration({**keys, "optimizer": "muon", "device": "cpu"}))
-device = prepared.stepper.world.device
-batches = random_batches(prepared.rows, prepared.fit.micro_rows, prepared.rows_per_step, device)
-timer = StepTimer(prepared.stepper, batches, prepared.fit.accumulation, environment_record.Sensors(device))
+world = prepared.stepper.world
+batches = random_batches(prepared.rows, prepared.fit.micro_rows, prepared.rows_per_step, world)
+timer = StepTimer(prepared.stepper, batches, prepared.fit.accumulation, environment_record.Sensors(world.device))
 timer.read(timer.launch())
 print(json.dumps([timer.losses, sorted(sys.modules)]))
 """

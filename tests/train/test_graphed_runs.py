@@ -113,9 +113,9 @@ def test_a_measured_step_is_replayed(data: Path, monkeypatch: pytest.MonkeyPatch
         if cuda_graph == "on":
             allow_a_cpu(monkeypatch, Checking)
         prepared = prepare_step(settings(data, cuda_graph))
-        device, fit = prepared.stepper.world.device, prepared.fit
-        batches = random_batches(prepared.rows, fit.micro_rows, prepared.rows_per_step, device)
-        timer = StepTimer(prepared.stepper, batches, fit.accumulation, Sensors(device))
+        world, fit = prepared.stepper.world, prepared.fit
+        batches = random_batches(prepared.rows, fit.micro_rows, prepared.rows_per_step, world)
+        timer = StepTimer(prepared.stepper, batches, fit.accumulation, Sensors(world.device))
         timer.run(0.0, 5)
         optimizer_seconds(prepared.stepper, batches[0])
         losses.append(timer.losses)

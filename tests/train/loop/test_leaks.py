@@ -55,10 +55,9 @@ def test_a_step_leaves_no_tensor(arm: str, monkeypatch: pytest.MonkeyPatch) -> N
     config.setdefault("precision", {"name": "bf16"})
     spec = {"preset": "demo", "tokens": 512, "micro_tokens": 256, "config": config}
     prepared = prepare_step(configuration(spec), lambda part: None)
-    batches = random_batches(
-        prepared.rows, prepared.fit.micro_rows, prepared.rows_per_step, torch.device("cpu")
-    )
-    timer = StepTimer(prepared.stepper, batches, prepared.fit.accumulation, Sensors(torch.device("cpu")))
+    world = prepared.stepper.world
+    batches = random_batches(prepared.rows, prepared.fit.micro_rows, prepared.rows_per_step, world)
+    timer = StepTimer(prepared.stepper, batches, prepared.fit.accumulation, Sensors(world.device))
     for _ in range(2):
         timer.read(timer.launch())
     for _ in range(10):
@@ -90,9 +89,9 @@ def test_a_model_is_freed_with_its_run(gradients: str) -> None:
     passes = 1 if gradients == "released" else 2
     spec = {"preset": "demo", "tokens": 512, "micro_tokens": 512 // passes, "config": config}
     prepared = prepare_step(configuration(spec), lambda part: None)
-    device = torch.device("cpu")
-    batches = random_batches(prepared.rows, prepared.fit.micro_rows, prepared.rows_per_step, device)
-    timer = StepTimer(prepared.stepper, batches, prepared.fit.accumulation, Sensors(device))
+    world = prepared.stepper.world
+    batches = random_batches(prepared.rows, prepared.fit.micro_rows, prepared.rows_per_step, world)
+    timer = StepTimer(prepared.stepper, batches, prepared.fit.accumulation, Sensors(world.device))
     timer.read(timer.launch())
     parameters = [weakref.ref(p) for p in prepared.stepper.model.parameters()]
     del prepared, batches, timer
