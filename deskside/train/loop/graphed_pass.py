@@ -209,7 +209,8 @@ class GraphedPass:
         self._converted: list[ConvertedWeight] = []
         self._captured: _Captured | None = None
         self._stopped = False  # nothing is captured any more in this run
-        self._only_single_passes = True  # so far, none may be replayed; False also once that was said
+        self._found_replayable = False  # a pass that may be replayed was run
+        self._said_single_passes = False  # an event said that no pass may be replayed
         self._weights: tuple[int, ...] = ()
         self._dry = self._converted_in_step = False
         self._steps = 0  # completed ones of this kind with passes without a graph
@@ -223,8 +224,8 @@ class GraphedPass:
         self._weights = tuple(parameter.data_ptr() for parameter in self._parameters)
         self._steps += int(self._ran_in_step)
         self._dry, self._converted_in_step, self._ran_in_step = dry, False, False
-        if self._steps == WARM_UP_STEPS and self._only_single_passes:
-            self._only_single_passes = False
+        if self._steps == WARM_UP_STEPS and not (self._found_replayable or self._said_single_passes):
+            self._said_single_passes = True
             self._event(
                 "compute.cuda_graph: steps of a single pass are not captured, as their gradients are sent to the other "
                 "GPUs while it runs"
@@ -238,7 +239,7 @@ class GraphedPass:
         """Run the pass of a micro-batch. may_replay: False for a pass that needs its hooks."""
         inputs = self._load(batch)
         if may_replay:
-            self._only_single_passes = False
+            self._found_replayable = True
         if self._captured is None and may_replay and self._should_capture():
             try:
                 self._capture(inputs)

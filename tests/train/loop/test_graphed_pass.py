@@ -196,6 +196,19 @@ def test_weights_of_later_tokens_decay_within_one_graph(pool: type[StandInPool])
     assert len(lines) == 1 and len(pool.made) == 1 and pool.made[0].released
 
 
+@pytest.mark.parametrize(
+    "parts", [{}, {"precision": {"name": "fp8-delayed", "head": "fp8"}}, {"optim": {"name": "muon"}}]
+)
+def test_only_parameters_are_converted_again(parts: dict[str, Any]) -> None:
+    """The tensor of the last conversion is kept alive, and a replay reads it: a temporary one would be out of date."""
+    run, _ = graphed(Replaying, "fp8-delayed", parts)
+    for step in range(STEPS):
+        one_step(run, step, 2)
+    parameters = {id(parameter) for parameter in run.model.parameters()}
+    sources = [converted._source for converted in run.precision.cached_weights()]
+    assert sources and all(source is not None and id(source[0]) in parameters for source in sources)
+
+
 # Another kind of pass
 
 
