@@ -132,7 +132,7 @@ class ConvertedWeight:
     """Cache of a weight's two forms, converted once per optimizer step.
 
     It keeps the weight of the last `get` alive, so that a captured conversion can be replayed on it. So `get` must be
-    given a parameter, never a temporary tensor, whose memory would never be freed and whose values would be out of date.
+    given a parameter, never a temporary tensor: its memory would not be freed, and its values would be out of date.
     """
 
     def __init__(self, quantizer: WeightQuantizer, shared: Shared):

@@ -23,7 +23,7 @@ which exist all the time (as in a step of several passes without graphs).
 
 import gc
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Protocol
@@ -57,7 +57,8 @@ class GraphPool(Protocol):
     def capture(self, work: Callable[[], None]) -> Graph:
         """Capture the work that this function would queue, without running it.
 
-        Raises torch.OutOfMemoryError, and RuntimeError if the function does what a graph cannot contain.
+        Raises torch.OutOfMemoryError, and RuntimeError if the function does what a graph cannot contain, or if CUDA or
+        a library has too little memory (see `_memory_error`).
         """
 
     def reserved_bytes(self) -> int:
@@ -167,8 +168,34 @@ class _Captured:
 class _CaptureFailed(Exception):
     """There was not enough memory for a capture."""
 
-    def __init__(self, error: torch.OutOfMemoryError):
-        super().__init__(f"not enough memory to capture a pass ({str(error).split('.')[0]})")
+    def __init__(self, error: BaseException):
+        super().__init__(
+            f"not enough memory to capture a pass ({_first_line(error).split('. ')[0].rstrip('.')})"
+        )
+
+
+def _memory_error(error: BaseException) -> BaseException | None:
+    """Return the error for lack of memory among an exception and those that led to it; None if there is none.
+
+    torch raises torch.OutOfMemoryError only for its own allocations; those of CUDA, cuBLAS and Triton can only be
+    told by their text. If a capture runs out of memory, ending it may fail too, which hides the first error.
+    """
+    for one in _chain(error):
+        text = str(one)
+        if isinstance(one, torch.OutOfMemoryError) or "out of memory" in text or "ALLOC_FAILED" in text:
+            return one
+    return None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and those that led to it, from the last to the first."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 class GraphedPass:
@@ -306,23 +333,21 @@ class GraphedPass:
         began = time.perf_counter()
         self.captures += 1
         forms: list[Forms] = []
+        pool: GraphPool | None = None
         try:
             pool = self._new_pool(self.device)
-        except torch.OutOfMemoryError as error:
-            raise _CaptureFailed(error) from None
-        try:
             convert = self._capture_conversion(pool, converted, forms)
             run = pool.capture(lambda: self._run_pass(inputs, self.sums, self.count))
-        except torch.OutOfMemoryError as error:
-            error.__traceback__ = None  # it keeps the tensors of the pass alive
-            failure = _CaptureFailed(error)
-        except RuntimeError as error:
-            # A capture that also cannot be ended hides why it failed.
-            cause = error.__context__ if isinstance(error.__context__, torch.OutOfMemoryError) else error
-            reason = next(iter(str(cause).splitlines()), type(cause).__name__)
-            raise RunError(
-                f"compute.cuda_graph: a pass of this run cannot be captured ({reason}); use --compute.cuda_graph off"
-            ) from error
+        except RuntimeError as error:  # includes torch.OutOfMemoryError
+            cause = _memory_error(error)
+            if cause is None:
+                raise RunError(
+                    f"compute.cuda_graph: a pass of this run cannot be captured ({_first_line(error)}); use "
+                    "--compute.cuda_graph off"
+                ) from error
+            failure = _CaptureFailed(cause)
+            for one in _chain(error):
+                one.__traceback__ = None  # it keeps the tensors of the pass alive
         else:
             self._captured = _Captured(pool, convert, run, converted, forms)
             seconds, tokens = time.perf_counter() - began, inputs.tokens_BT.numel()
@@ -331,7 +356,9 @@ class GraphedPass:
                 f"{gib(pool.reserved_bytes())} stay reserved for it"
             )
             return
-        self._free(pool, forms)
+        # Not above, where the exception still keeps tensors in the pool alive.
+        if pool is not None:
+            self._free(pool, forms)
         raise failure
 
     def _capture_conversion(

@@ -1,6 +1,8 @@
 """Passes that are replayed: stand-ins for CUDA graphs on a CPU show that steps are those without graphs, to the bit."""
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -396,6 +398,88 @@ def test_without_memory_for_a_capture_passes_run_without(fails_at: int) -> None:
     assert_equal(state(run), state(plain))
     assert len(lines) == 1 and "not enough memory" in lines[0] and "without a graph from now on" in lines[0]
     assert all(pool.released for pool in Full.made)
+
+
+def out_of_memory() -> Exception:
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+
+def not_ended() -> Exception:
+    """Return the error of a capture that ran out of memory and could then not be ended."""
+    error = RuntimeError("operation failed due to a previous error during capture")
+    error.__context__ = out_of_memory()
+    return error
+
+
+@pytest.mark.parametrize("at", ["pool", "first capture", "second capture", "first replay"])
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (out_of_memory, "CUDA out of memory"),
+        (not_ended, "CUDA out of memory"),
+        (lambda: torch.AcceleratorError("CUDA error: out of memory\nmore"), "CUDA error: out of memory"),
+        (lambda: RuntimeError("Triton Error [CUDA]: out of memory"), "Triton Error [CUDA]: out of memory"),
+        (
+            lambda: RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            "CUBLAS_STATUS_ALLOC_FAILED",
+        ),
+    ],
+    ids=["allocator", "not ended", "driver", "triton", "cublas"],
+)
+def test_every_error_for_lack_of_memory_ends_only_the_capture(
+    error: Callable[[], Exception], reason: str, at: str
+) -> None:
+    class Full(Replaying):
+        def __init__(self, device: torch.device):
+            if at == "pool":
+                raise error()
+            super().__init__(device)
+
+        def capture(self, work: Callable[[], None]) -> Graph:
+            graph = super().capture(work)
+            if at == ("first capture", "second capture", "")[len(self.graphs) - 1]:
+                raise error()
+            if at == "first replay":
+
+                class Launched:
+                    def replay(self) -> None:
+                        raise error()
+
+                return Launched()
+            return graph
+
+    plain, (run, lines) = stepper("fp8-tensorwise"), graphed(Full, "fp8-tensorwise")
+    for step in range(4):
+        assert one_step(run, step, 2) == one_step(plain, step, 2)
+    assert_equal(state(run), state(plain))
+    assert len(lines) == 1 and reason in lines[0] and "\n" not in lines[0]
+    assert "not enough memory" in lines[0] and "without a graph from now on" in lines[0]
+    assert all(pool.released for pool in Full.made)
+
+
+def test_a_capture_without_memory_keeps_nothing_alive() -> None:
+    """The tracebacks of the errors refer to the tensors of the pass."""
+    kept: list[weakref.ref[Tensor]] = []
+
+    class Full(Replaying):
+        def capture(self, work: Callable[[], None]) -> Graph:
+            activations = torch.zeros(4)
+            kept.append(weakref.ref(activations))
+            try:
+                raise out_of_memory()
+            finally:
+                raise RuntimeError("operation failed due to a previous error during capture")
+
+    run, lines = graphed(Full, "bf16")
+    gc.disable()
+    try:
+        for step in range(3):
+            one_step(run, step, 1)
+        assert len(lines) == 1 and [tensor() for tensor in kept] == [None]
+    finally:
+        gc.enable()
 
 
 def test_a_pass_that_cannot_be_captured_ends_the_run() -> None:
