@@ -227,7 +227,8 @@ class GraphedPass:
         self._run_pass, self._state, self._before_replay, self._event = run_pass, state, before_replay, event
         self._new_pool = new_pool or CudaGraphPool
         self.device = parameters[0].device
-        self.gradients = [torch.zeros_like(parameter, requires_grad=False) for parameter in parameters]
+        self.gradients: list[Tensor] = []
+        self._allocate_gradients()
         self.sums = torch.zeros(num_sums, device=self.device)
         self.count = TargetCount(self.device)
         self.captures = 0
@@ -245,6 +246,8 @@ class GraphedPass:
 
     def begin_step(self, dry: bool = False) -> None:
         """Give all weights their gradients, which are zero. A dry step is never captured, and does not count."""
+        if not self.gradients:
+            self._allocate_gradients()
         torch._foreach_zero_(self.gradients)
         for parameter, gradient in zip(self._parameters, self.gradients, strict=True):
             parameter.grad = gradient
@@ -280,6 +283,16 @@ class GraphedPass:
         self._ran_in_step = not self._dry
 
     def release(self) -> None:
+        """Free the graphs, their memory and the gradients. A later step allocates gradients and may capture again."""
+        self._drop()
+        self.gradients.clear()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _allocate_gradients(self) -> None:
+        self.gradients = [torch.zeros_like(parameter, requires_grad=False) for parameter in self._parameters]
+
+    def _drop(self) -> None:
         """Drop the graphs and free their memory. Another pass of the same kind may be captured again."""
         captured, self._captured, self._converted = self._captured, None, []
         self._kind, self._inputs, self._steps, self._ran_in_step = None, None, 0, False
@@ -291,7 +304,7 @@ class GraphedPass:
         tensors = _tensors_of(batch)
         kind = self._kind_of(tensors)
         if kind != self._kind or self._inputs is None:
-            self.release()
+            self._drop()
             self._kind = kind
             new = {name: torch.empty(t.shape, dtype=t.dtype, device=t.device) for name, t in tensors.items()}
             self._inputs = replace(batch, **new)  # type: ignore[arg-type]

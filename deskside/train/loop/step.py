@@ -146,7 +146,7 @@ class Stepper:
         )
 
     def release_graphs(self) -> None:
-        """Free the memory of captured passes. A later step may capture its pass again."""
+        """Free the memory of captured passes and of their gradients. A later step may capture its pass again."""
         if self.graphed is not None:
             self.graphed.release()
 

@@ -279,6 +279,24 @@ def test_weights_that_moved_are_captured_again(pool: type[StandInPool]) -> None:
     assert len(lines) == 2 and pool.made[0].released
 
 
+@pytest.mark.parametrize("pool", KINDS)
+def test_released_gradients_are_allocated_again_by_a_later_step(pool: type[StandInPool]) -> None:
+    """A run releases them before its final evaluation."""
+    plain, (run, lines) = stepper("bf16"), graphed(pool, "bf16")
+    assert run.graphed is not None
+    for step in range(8):
+        assert one_step(run, step, 2) == one_step(plain, step, 2), step
+        if step == 3:
+            gradients = [weakref.ref(gradient) for gradient in run.graphed.gradients]
+            run.release_graphs()
+            pool.made[0].graphs.clear()  # the stand-in keeps what it recorded
+            gc.collect()
+            assert gradients and not any(gradient() is not None for gradient in gradients)
+            assert all(parameter.grad is None for parameter in run.model.parameters())
+    assert_equal(state(run), state(plain))
+    assert [made.replays for made in pool.made] == [6, 6] and len(lines) == 2
+
+
 steps_of_a_run = st.lists(
     st.tuples(
         st.sampled_from([None, 4]),  # window
