@@ -1,5 +1,6 @@
 """Complete runs whose passes are replayed equal runs without graphs, to the bit. A stand-in replays them on a CPU."""
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from deskside.config import merge, run_checks
 from deskside.config.run import RunConfig
 from deskside.data.reading.loader import Batch
+from deskside.optim.average import WeightAverage
 from deskside.probe.point import OPTIMIZER_RUNS, StepTimer, optimizer_seconds, prepare_step, random_batches
 from deskside.run.directory import RunDirectory
 from deskside.train import training_run
@@ -104,6 +106,25 @@ def test_a_run_is_the_same(
     assert captures(run) == captured == len(pool.made) and captures(plain) == 0
     assert all(made.released for made in pool.made)  # before the final evaluation
     assert tiny_run.plan(run)["cuda_graph"] == "on" and "cuda_graph" not in tiny_run.plan(plain)
+
+
+@pytest.mark.parametrize("cuda_graph", ["off", "on"])
+def test_weights_make_room_for_their_average_on_the_host(
+    cuda_graph: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With graphs, gradients and activations take the room that copies of the weights have without."""
+    on_device: list[bool] = []
+    original = WeightAverage.applied
+
+    def applied(self: WeightAverage, blend: float, device: bool) -> AbstractContextManager[None]:
+        on_device.append(device)
+        return original(self, blend, device)
+
+    monkeypatch.setattr(WeightAverage, "applied", applied)
+    allow_a_cpu(monkeypatch, Replaying)
+    changes = {"average": {"name": "ema"}, "evaluate": {"every": "8 steps"}}
+    tiny_run.train(tmp_path, settings(data, cuda_graph, **changes))
+    assert on_device and set(on_device) == {cuda_graph == "off"}
 
 
 def test_a_measured_step_is_replayed(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
