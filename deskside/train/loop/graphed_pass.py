@@ -16,11 +16,13 @@ step; this is how the first steps of a kind run, in which kernels are compiled, 
 replicas, whose backward sends gradients while it runs.
 
 Whatever else determines the operations of a pass is part of its `PassKind`. If that changes, the graphs are dropped and
-the pass is captured again. The activations of a captured pass stay reserved until then, also during evaluations; with
-several replicas, those of the last pass of a step need memory besides. The planner counts neither, only the gradients,
-which exist all the time (as in a step of several passes without graphs).
+the pass is captured again. The activations of a captured pass stay reserved until then, also during updates and
+evaluations; with several replicas, those of the last pass of a step need memory besides. The search for the micro-batch
+leaves room for both (`GraphedPass.reserving`). The planner counts neither, only the gradients, which exist all the time
+(as in a step of several passes without graphs).
 """
 
+import contextlib
 import gc
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -31,6 +33,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from deskside.budget.memory import RESERVED_SHARE
 from deskside.data.reading.loader import Batch
 from deskside.precision.convert import QuantizedModel
 from deskside.precision.quantized_linear import ConvertedWeight
@@ -118,6 +121,28 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
         torch.autograd.grad((x @ x).sum(), x)
     current.wait_stream(stream)
     return stream
+
+
+class PassMemory:
+    """Memory that a pass needs on a GPU; none on a CPU."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def begin(self) -> None:
+        """Begin to measure a pass."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def needed(self) -> int:
+        """Return the bytes that the pass has needed at its peak and does not use any more."""
+        if self.device.type != "cuda":
+            return 0
+        return torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
+
+    def reserve(self, size: int) -> object:
+        """Return an object that keeps this number of bytes allocated. Raises torch.OutOfMemoryError."""
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
 
 
 class TargetCount:
@@ -240,6 +265,10 @@ class GraphedPass:
         self._found_replayable = False  # a pass that may be replayed was run
         self._said_single_passes = False  # an event said that no pass may be replayed
         self._weights: tuple[int, ...] = ()
+        self.memory = PassMemory(self.device)
+        self._reserves = False  # see `reserving`
+        self._needed = 0  # bytes of a pass of this dry step
+        self._reserved: object | None = None
         self._dry = self._converted_in_step = False
         self._steps = 0  # completed ones of this kind with passes without a graph
         self._ran_in_step = False  # a pass of this kind without a graph, in a step that counts
@@ -254,6 +283,7 @@ class GraphedPass:
         self._weights = tuple(parameter.data_ptr() for parameter in self._parameters)
         self._steps += int(self._ran_in_step)
         self._dry, self._converted_in_step, self._ran_in_step = dry, False, False
+        self._needed, self._reserved = 0, None
         if self._steps == WARM_UP_STEPS and not (self._found_replayable or self._said_single_passes):
             self._said_single_passes = True
             self._event(
@@ -264,6 +294,33 @@ class GraphedPass:
     def begin_passes(self) -> Tensor:
         """Begin the sums of a step, and return them."""
         return self.sums.zero_()
+
+    def end_passes(self) -> None:
+        """End the passes of a step. Raises torch.OutOfMemoryError in a dry step that reserves memory."""
+        if self._dry:
+            self._reserve()
+
+    @contextlib.contextmanager
+    def reserving(self) -> Iterator[None]:
+        """Context manager in which dry steps reserve the memory that a captured pass keeps.
+
+        It is reserved during what happens beside the graph: a pass that must not be replayed, and everything after the
+        passes of a step. The step raises torch.OutOfMemoryError if there is too little memory.
+        """
+        self._reserves = True
+        try:
+            yield
+        finally:
+            self._reserves, self._reserved = False, None
+
+    @property
+    def is_reserved(self) -> bool:
+        """True in a dry step that has reserved the memory of a captured pass."""
+        return self._reserved is not None
+
+    def _reserve(self) -> None:
+        if self._reserves and self._needed and self._reserved is None:
+            self._reserved = self.memory.reserve(int(self._needed * (1 + RESERVED_SHARE)))
 
     def run(self, batch: Batch, may_replay: bool = True) -> None:
         """Run the pass of a micro-batch. may_replay: False for a pass that needs its hooks."""
@@ -278,7 +335,13 @@ class GraphedPass:
         if self._captured is not None and may_replay:
             self._replay(self._captured)
             return
+        if self._dry and not may_replay:
+            self._reserve()
+        if self._reserves:
+            self.memory.begin()
         self._run_pass(inputs, self.sums, self.count)
+        if self._reserves and may_replay:
+            self._needed = max(self._needed, self.memory.needed())
         self._converted = self._precision.cached_weights()
         self._ran_in_step = not self._dry
 

@@ -18,7 +18,8 @@ from deskside.data.reading.loader import Batch, future_targets
 from deskside.optim.build import build
 from deskside.precision.convert import convert
 from deskside.train.loop import graphed_pass
-from deskside.train.loop.graphed_pass import Graph
+from deskside.train.loop.gradient_buckets import Bucket
+from deskside.train.loop.graphed_pass import Graph, PassMemory
 from deskside.train.loop.guard import Guard
 from deskside.train.loop.step import Stepper
 from deskside.train.objective import NextToken, TrainContext
@@ -345,6 +346,81 @@ def test_dry_steps_are_not_captured_and_do_not_count() -> None:
     for step in range(3):
         one_step(run, step, 2)
     assert len(lines) == 1
+
+
+class Memory(PassMemory):
+    """Needs as many bytes for a pass as it has tokens, and has as many as `room` for what is reserved."""
+
+    def __init__(self, run: Stepper, room: int):
+        super().__init__(CPU)
+        self.room, self.log = room, list[tuple[str, int]]()
+        self.reserved: list[weakref.ref[Tensor]] = []
+        for owner, name in ((run, "_pass"), (run.optimizer, "step"), (run.model, "token_losses")):
+            self._note(owner, name)
+        run.graphed._run_pass, run.graphed.memory = run._pass, self  # type: ignore[union-attr]
+
+    def _note(self, owner: Any, name: str) -> None:
+        """Log the bytes that are reserved when a method is called."""
+        original = getattr(owner, name)
+
+        def noted(*arguments: Any) -> Any:
+            held = sum(block.numel() for reference in self.reserved if (block := reference()) is not None)
+            self.log.append((name.strip("_"), held))
+            return original(*arguments)
+
+        setattr(owner, name, noted)
+
+    def needed(self) -> int:
+        return 100
+
+    def reserve(self, size: int) -> object:
+        if size > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory. More text.")
+        block = torch.empty(size, dtype=torch.uint8)
+        self.reserved.append(weakref.ref(block))
+        return block
+
+
+@pytest.mark.parametrize(
+    ("replicas", "passes", "in_passes"),
+    [(False, 1, [0]), (False, 2, [0, 0]), (True, 4, [0, 0, 0, 105])],
+)
+def test_a_dry_step_keeps_the_memory_of_a_captured_pass(
+    replicas: bool, passes: int, in_passes: list[int]
+) -> None:
+    """Beside it are the update, an evaluation, and the last pass of replicas. Steps that are timed reserve nothing."""
+    run, _ = graphed(Replaying, "fp8-tensorwise")
+    assert run.graphed is not None
+    if replicas:
+        run.buckets.buckets = [Bucket([])]
+        run.buckets.finish = lambda: None  # type: ignore[method-assign]
+    memory = Memory(run, 105)
+    run.set_progress(0.0, 0.0, 0)
+    for _ in range(2):
+        memory.log.clear()
+        with run.graphed.reserving():
+            run.run(batches(0, passes), 1, dry=True)
+        expected = [*(("pass", held) for held in in_passes), ("token_losses", 105), ("step", 105)]
+        assert memory.log == expected
+        assert not any(reference() is not None for reference in memory.reserved)
+    memory.log.clear()
+    run.run(batches(0, 2), 1, dry=True)
+    assert memory.log == [("pass", 0), ("pass", 0), ("step", 0)]
+    memory.room = 104
+    with pytest.raises(torch.OutOfMemoryError), run.graphed.reserving():
+        run.run(batches(0, 2), 1, dry=True)
+
+
+def test_replicas_whose_passes_are_never_captured_reserve_nothing() -> None:
+    run, _ = graphed(Replaying, "bf16")
+    assert run.graphed is not None
+    run.buckets.buckets = [Bucket([])]
+    run.buckets.finish = lambda: None  # type: ignore[method-assign]
+    memory = Memory(run, 0)
+    run.set_progress(0.0, 0.0, 0)
+    with run.graphed.reserving():
+        run.run(batches(0, 1), 1, dry=True)
+    assert memory.log == [("pass", 0), ("step", 0)]
 
 
 def test_the_last_pass_of_replicas_is_not_replayed() -> None:
