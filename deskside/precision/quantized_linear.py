@@ -129,17 +129,24 @@ class WeightQuantizer(Protocol):
 
 
 class ConvertedWeight:
-    """Cache of a weight's two forms, converted once per optimizer step."""
+    """Cache of a weight's two forms, converted once per optimizer step.
+
+    It keeps the weight of the last `get` alive, so that a captured conversion can be replayed on it. So `get` must be
+    given a parameter, never a temporary tensor: its memory would not be freed, and its values would be out of date.
+    """
 
     def __init__(self, quantizer: WeightQuantizer, shared: Shared):
         self._quantizer, self._shared = quantizer, shared
         self.cached: tuple[object, QuantizedOperand, QuantizedOperand] | None = None
-        self._source: tuple[Tensor, torch.dtype | None] | None = None  # arguments of the last conversion
+        self._source: tuple[Tensor, torch.dtype | None] | None = None  # parameter and dtype of the last `get`
 
     def get(
         self, weight: Tensor, dtype: torch.dtype | None = None
     ) -> tuple[QuantizedOperand, QuantizedOperand]:
-        """Return the rows form and the columns form of the weight, which is cast to `dtype` first unless it is None."""
+        """Return the rows form and the columns form of the weight, which is cast to `dtype` first unless it is None.
+
+        weight: a parameter, which is kept alive (see the class).
+        """
         key = self._key(weight, dtype)
         if self.cached is not None and self.cached[0] == key:
             self._shared.hits += 1

@@ -97,8 +97,9 @@ class Evaluator:
             yield
             return
         session = self.session
-        # On the GPU there is room where gradients wait during a step.
-        on_device = session.config.optim.gradients == "device"
+        # On the GPU there is room where gradients wait during a step, unless graphs keep the gradients all the time.
+        config = session.config
+        on_device = config.optim.gradients == "device" and config.compute.cuda_graph == "off"
         with self.average.applied(blend, on_device):
             session.precision.forget_weights()
             yield

@@ -1,20 +1,28 @@
 """Complete runs whose passes are replayed equal runs without graphs, to the bit. A stand-in replays them on a CPU."""
 
+import weakref
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import Tensor
 
 from deskside.config import merge, run_checks
 from deskside.config.run import RunConfig
 from deskside.data.reading.loader import Batch
+from deskside.model.transformer import Transformer
+from deskside.optim.average import WeightAverage
+from deskside.optim.build import Optimizer
 from deskside.probe.point import OPTIMIZER_RUNS, StepTimer, optimizer_seconds, prepare_step, random_batches
 from deskside.run.directory import RunDirectory
 from deskside.train import training_run
 from deskside.train.environment_record import Sensors
 from deskside.train.loop import graphed_pass
 from deskside.train.loop.callbacks import Callback
+from deskside.train.loop.step import Stepper
 from deskside.train.objective import RowDataset
 from deskside.train.prepare import setup
 from deskside.utils.errors import UsageError
@@ -104,6 +112,101 @@ def test_a_run_is_the_same(
     assert captures(run) == captured == len(pool.made) and captures(plain) == 0
     assert all(made.released for made in pool.made)  # before the final evaluation
     assert tiny_run.plan(run)["cuda_graph"] == "on" and "cuda_graph" not in tiny_run.plan(plain)
+
+
+class Card(graphed_pass.PassMemory):
+    """A GPU of 100 bytes, of which a row needs 10 in a pass, and reserved blocks their size."""
+
+    room, rows = 100, 0
+    blocks: ClassVar[weakref.WeakSet["Block"]] = weakref.WeakSet()
+
+    def needed(self) -> int:
+        return 10 * Card.rows
+
+    def reserve(self, size: int) -> object:
+        self.allocate(size)
+        block = Block(size)
+        self.blocks.add(block)
+        return block
+
+    @classmethod
+    def allocate(cls, size: int) -> None:
+        if size + sum(block.size for block in cls.blocks) > cls.room:
+            raise torch.OutOfMemoryError("CUDA out of memory. More text.")
+
+
+@dataclass(eq=False)
+class Block:
+    size: int
+
+
+@pytest.mark.parametrize(
+    ("cuda_graph", "room", "update", "evaluation", "rows"),
+    [
+        ("on", 100, 10, 10, 8),
+        ("on", 80, 0, 0, 4),  # fragments: the graph needs a little more than the pass
+        ("on", 100, 20, 0, 4),
+        ("on", 70, 30, 0, 2),
+        ("on", 100, 0, 20, 4),
+        ("off", 80, 70, 70, 8),
+    ],
+)
+def test_the_micro_batch_leaves_room_beside_what_a_captured_pass_keeps(
+    cuda_graph: str,
+    room: int,
+    update: int,
+    evaluation: int,
+    rows: int,
+    data: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without graphs, the activations of a pass are freed before the update and an evaluation, which need memory."""
+    run_pass, step, token_losses = Stepper._pass, Optimizer.step, Transformer.token_losses
+
+    def noted_pass(self: Stepper, batch: Batch, *arguments: Any) -> None:
+        Card.rows = len(batch.tokens_BT)
+        Card.allocate(10 * Card.rows)
+        run_pass(self, batch, *arguments)
+
+    def noted_step(self: Optimizer, *arguments: Any) -> None:
+        Card.allocate(update)
+        step(self, *arguments)
+
+    def noted_losses(self: Transformer, *arguments: Any) -> Tensor:
+        Card.allocate(evaluation)
+        return token_losses(self, *arguments)
+
+    monkeypatch.setattr(Stepper, "_pass", noted_pass)
+    monkeypatch.setattr(Optimizer, "step", noted_step)
+    monkeypatch.setattr(Transformer, "token_losses", noted_losses)
+    monkeypatch.setattr(graphed_pass, "PassMemory", Card)
+    monkeypatch.setattr(Card, "room", room)
+    allow_a_cpu(monkeypatch, Replaying)
+    changes = {"batch": {"micro_tokens": "auto"}, "schedule": {"length": "4 steps"}}
+    run = tiny_run.train(tmp_path, settings(data, cuda_graph, **changes)).run.path
+    fitted = tiny_run.plan(run)["fit"][0]
+    assert (fitted["micro_rows"], fitted["accumulation"]) == (rows, 8 // rows)
+    assert not Card.blocks and captures(run) == (cuda_graph == "on")
+
+
+@pytest.mark.parametrize("cuda_graph", ["off", "on"])
+def test_weights_make_room_for_their_average_on_the_host(
+    cuda_graph: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With graphs, gradients and activations take the room that copies of the weights have without."""
+    on_device: list[bool] = []
+    original = WeightAverage.applied
+
+    def applied(self: WeightAverage, blend: float, device: bool) -> AbstractContextManager[None]:
+        on_device.append(device)
+        return original(self, blend, device)
+
+    monkeypatch.setattr(WeightAverage, "applied", applied)
+    allow_a_cpu(monkeypatch, Replaying)
+    changes = {"average": {"name": "ema"}, "evaluate": {"every": "8 steps"}}
+    tiny_run.train(tmp_path, settings(data, cuda_graph, **changes))
+    assert on_device and set(on_device) == {cuda_graph == "off"}
 
 
 def test_a_measured_step_is_replayed(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,14 +16,16 @@ step; this is how the first steps of a kind run, in which kernels are compiled, 
 replicas, whose backward sends gradients while it runs.
 
 Whatever else determines the operations of a pass is part of its `PassKind`. If that changes, the graphs are dropped and
-the pass is captured again. The activations of a captured pass stay reserved until then, also during evaluations; with
-several replicas, those of the last pass of a step need memory besides. The planner counts neither, only the gradients,
-which exist all the time (as in a step of several passes without graphs).
+the pass is captured again. The activations of a captured pass stay reserved until then, also during updates and
+evaluations; with several replicas, those of the last pass of a step need memory besides. The search for the micro-batch
+leaves room for both (`GraphedPass.reserving`). The planner counts neither, only the gradients, which exist all the time
+(as in a step of several passes without graphs).
 """
 
+import contextlib
 import gc
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Protocol
@@ -31,6 +33,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from deskside.budget.memory import RESERVED_SHARE
 from deskside.data.reading.loader import Batch
 from deskside.precision.convert import QuantizedModel
 from deskside.precision.quantized_linear import ConvertedWeight
@@ -57,7 +60,8 @@ class GraphPool(Protocol):
     def capture(self, work: Callable[[], None]) -> Graph:
         """Capture the work that this function would queue, without running it.
 
-        Raises torch.OutOfMemoryError, and RuntimeError if the function does what a graph cannot contain.
+        Raises torch.OutOfMemoryError, and RuntimeError if the function does what a graph cannot contain, or if CUDA or
+        a library has too little memory (see `_memory_error`).
         """
 
     def reserved_bytes(self) -> int:
@@ -119,6 +123,28 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return stream
 
 
+class PassMemory:
+    """Memory that a pass needs on a GPU; none on a CPU."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def begin(self) -> None:
+        """Begin to measure a pass."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def needed(self) -> int:
+        """Return the bytes that the pass has needed at its peak and does not use any more."""
+        if self.device.type != "cuda":
+            return 0
+        return torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
+
+    def reserve(self, size: int) -> object:
+        """Return an object that keeps this number of bytes allocated. Raises torch.OutOfMemoryError."""
+        return torch.empty(size, dtype=torch.uint8, device=self.device)
+
+
 class TargetCount:
     """The number of targets of a step on the device.
 
@@ -167,8 +193,34 @@ class _Captured:
 class _CaptureFailed(Exception):
     """There was not enough memory for a capture."""
 
-    def __init__(self, error: torch.OutOfMemoryError):
-        super().__init__(f"not enough memory to capture a pass ({str(error).split('.')[0]})")
+    def __init__(self, error: BaseException):
+        super().__init__(
+            f"not enough memory to capture a pass ({_first_line(error).split('. ')[0].rstrip('.')})"
+        )
+
+
+def _memory_error(error: BaseException) -> BaseException | None:
+    """Return the error for lack of memory among an exception and those that led to it; None if there is none.
+
+    torch raises torch.OutOfMemoryError only for its own allocations; those of CUDA, cuBLAS and Triton can only be
+    told by their text. If a capture runs out of memory, ending it may fail too, which hides the first error.
+    """
+    for one in _chain(error):
+        text = str(one)
+        if isinstance(one, torch.OutOfMemoryError) or "out of memory" in text or "ALLOC_FAILED" in text:
+            return one
+    return None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and those that led to it, from the last to the first."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 class GraphedPass:
@@ -200,7 +252,8 @@ class GraphedPass:
         self._run_pass, self._state, self._before_replay, self._event = run_pass, state, before_replay, event
         self._new_pool = new_pool or CudaGraphPool
         self.device = parameters[0].device
-        self.gradients = [torch.zeros_like(parameter, requires_grad=False) for parameter in parameters]
+        self.gradients: list[Tensor] = []
+        self._allocate_gradients()
         self.sums = torch.zeros(num_sums, device=self.device)
         self.count = TargetCount(self.device)
         self.captures = 0
@@ -209,22 +262,30 @@ class GraphedPass:
         self._converted: list[ConvertedWeight] = []
         self._captured: _Captured | None = None
         self._stopped = False  # nothing is captured any more in this run
-        self._only_single_passes = True  # so far, none may be replayed; False also once that was said
+        self._found_replayable = False  # a pass that may be replayed was run
+        self._said_single_passes = False  # an event said that no pass may be replayed
         self._weights: tuple[int, ...] = ()
+        self.memory = PassMemory(self.device)
+        self._reserves = False  # see `reserving`
+        self._needed = 0  # bytes of a pass of this dry step
+        self._reserved: object | None = None
         self._dry = self._converted_in_step = False
         self._steps = 0  # completed ones of this kind with passes without a graph
         self._ran_in_step = False  # a pass of this kind without a graph, in a step that counts
 
     def begin_step(self, dry: bool = False) -> None:
         """Give all weights their gradients, which are zero. A dry step is never captured, and does not count."""
+        if not self.gradients:
+            self._allocate_gradients()
         torch._foreach_zero_(self.gradients)
         for parameter, gradient in zip(self._parameters, self.gradients, strict=True):
             parameter.grad = gradient
         self._weights = tuple(parameter.data_ptr() for parameter in self._parameters)
         self._steps += int(self._ran_in_step)
         self._dry, self._converted_in_step, self._ran_in_step = dry, False, False
-        if self._steps == WARM_UP_STEPS and self._only_single_passes:
-            self._only_single_passes = False
+        self._needed, self._reserved = 0, None
+        if self._steps == WARM_UP_STEPS and not (self._found_replayable or self._said_single_passes):
+            self._said_single_passes = True
             self._event(
                 "compute.cuda_graph: steps of a single pass are not captured, as their gradients are sent to the other "
                 "GPUs while it runs"
@@ -234,11 +295,38 @@ class GraphedPass:
         """Begin the sums of a step, and return them."""
         return self.sums.zero_()
 
+    def end_passes(self) -> None:
+        """End the passes of a step. Raises torch.OutOfMemoryError in a dry step that reserves memory."""
+        if self._dry:
+            self._reserve()
+
+    @contextlib.contextmanager
+    def reserving(self) -> Iterator[None]:
+        """Context manager in which dry steps reserve the memory that a captured pass keeps.
+
+        It is reserved during what happens beside the graph: a pass that must not be replayed, and everything after the
+        passes of a step. The step raises torch.OutOfMemoryError if there is too little memory.
+        """
+        self._reserves = True
+        try:
+            yield
+        finally:
+            self._reserves, self._reserved = False, None
+
+    @property
+    def is_reserved(self) -> bool:
+        """True in a dry step that has reserved the memory of a captured pass."""
+        return self._reserved is not None
+
+    def _reserve(self) -> None:
+        if self._reserves and self._needed and self._reserved is None:
+            self._reserved = self.memory.reserve(int(self._needed * (1 + RESERVED_SHARE)))
+
     def run(self, batch: Batch, may_replay: bool = True) -> None:
         """Run the pass of a micro-batch. may_replay: False for a pass that needs its hooks."""
         inputs = self._load(batch)
         if may_replay:
-            self._only_single_passes = False
+            self._found_replayable = True
         if self._captured is None and may_replay and self._should_capture():
             try:
                 self._capture(inputs)
@@ -247,11 +335,27 @@ class GraphedPass:
         if self._captured is not None and may_replay:
             self._replay(self._captured)
             return
+        if self._dry and not may_replay:
+            self._reserve()
+        if self._reserves:
+            self.memory.begin()
         self._run_pass(inputs, self.sums, self.count)
+        if self._reserves and may_replay:
+            self._needed = max(self._needed, self.memory.needed())
         self._converted = self._precision.cached_weights()
         self._ran_in_step = not self._dry
 
     def release(self) -> None:
+        """Free the graphs, their memory and the gradients. A later step allocates gradients and may capture again."""
+        self._drop()
+        self.gradients.clear()
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _allocate_gradients(self) -> None:
+        self.gradients = [torch.zeros_like(parameter, requires_grad=False) for parameter in self._parameters]
+
+    def _drop(self) -> None:
         """Drop the graphs and free their memory. Another pass of the same kind may be captured again."""
         captured, self._captured, self._converted = self._captured, None, []
         self._kind, self._inputs, self._steps, self._ran_in_step = None, None, 0, False
@@ -263,7 +367,7 @@ class GraphedPass:
         tensors = _tensors_of(batch)
         kind = self._kind_of(tensors)
         if kind != self._kind or self._inputs is None:
-            self.release()
+            self._drop()
             self._kind = kind
             new = {name: torch.empty(t.shape, dtype=t.dtype, device=t.device) for name, t in tensors.items()}
             self._inputs = replace(batch, **new)  # type: ignore[arg-type]
@@ -305,23 +409,21 @@ class GraphedPass:
         began = time.perf_counter()
         self.captures += 1
         forms: list[Forms] = []
+        pool: GraphPool | None = None
         try:
             pool = self._new_pool(self.device)
-        except torch.OutOfMemoryError as error:
-            raise _CaptureFailed(error) from None
-        try:
             convert = self._capture_conversion(pool, converted, forms)
             run = pool.capture(lambda: self._run_pass(inputs, self.sums, self.count))
-        except torch.OutOfMemoryError as error:
-            error.__traceback__ = None  # it keeps the tensors of the pass alive
-            failure = _CaptureFailed(error)
-        except RuntimeError as error:
-            # A capture that also cannot be ended hides why it failed.
-            cause = error.__context__ if isinstance(error.__context__, torch.OutOfMemoryError) else error
-            reason = next(iter(str(cause).splitlines()), type(cause).__name__)
-            raise RunError(
-                f"compute.cuda_graph: a pass of this run cannot be captured ({reason}); use --compute.cuda_graph off"
-            ) from error
+        except RuntimeError as error:  # includes torch.OutOfMemoryError
+            cause = _memory_error(error)
+            if cause is None:
+                raise RunError(
+                    f"compute.cuda_graph: a pass of this run cannot be captured ({_first_line(error)}); use "
+                    "--compute.cuda_graph off"
+                ) from error
+            failure = _CaptureFailed(cause)
+            for one in _chain(error):
+                one.__traceback__ = None  # it keeps the tensors of the pass alive
         else:
             self._captured = _Captured(pool, convert, run, converted, forms)
             seconds, tokens = time.perf_counter() - began, inputs.tokens_BT.numel()
@@ -330,7 +432,9 @@ class GraphedPass:
                 f"{gib(pool.reserved_bytes())} stay reserved for it"
             )
             return
-        self._free(pool, forms)
+        # Not above, where the exception still keeps tensors in the pool alive.
+        if pool is not None:
+            self._free(pool, forms)
         raise failure
 
     def _capture_conversion(

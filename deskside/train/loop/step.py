@@ -146,7 +146,7 @@ class Stepper:
         )
 
     def release_graphs(self) -> None:
-        """Free the memory of captured passes. A later step may capture its pass again."""
+        """Free the memory of captured passes and of their gradients. A later step may capture its pass again."""
         if self.graphed is not None:
             self.graphed.release()
 
@@ -199,14 +199,17 @@ class Stepper:
 
     def loss(self, batch: Batch) -> Loss:
         """Return the objective's loss of a micro-batch, or of this process's part of it if processes share rows."""
-        tokens, ranks = batch.tokens_BT.shape[1], self.world.context
-        if ranks is not None:
-            return self._loss_of_part(batch, ranks)
+        if self.world.context is not None:
+            return self._loss_of_part(batch, self.world.context)
+        return self.objective.loss(self.model, batch, self._attention(batch), self.config.compute)
+
+    def _attention(self, batch: Batch) -> AttentionContext:
+        """Return the attention of whole rows."""
+        tokens = batch.tokens_BT.shape[1]
         full, windowed = self.context.attention.at(tokens, self.window)
-        context = AttentionContext(
+        return AttentionContext(
             cu_seqlens=batch.cu_seqlens, max_seqlen=tokens, backend=full, window_backend=windowed
         )
-        return self.objective.loss(self.model, batch, context, self.config.compute)
 
     def _loss_of_part(self, batch: Batch, ranks: ContextRanks) -> Loss:
         """Return the loss over this process's tokens, with the statistics of the routers over whole rows."""
@@ -312,10 +315,20 @@ class Stepper:
                 self._pass(batch, sums)
             token += batch.tokens_BT.numel()
         if graphed is not None:
+            graphed.end_passes()
             return sums.clone()  # the next step overwrites them
         if self.world.context is not None:  # each process has the routers' sums of the whole rows
             sums[1 + len(self.objective.metric_names) :] /= self.world.context.size
         return sums
+
+    def _evaluate_dry(self, batch: Batch) -> None:
+        """Run the forward of an evaluation. The converted weights stay, as those of a captured pass do."""
+        kept = [converted.cached for converted in self.precision.cached_weights()]
+        with torch.no_grad(), self.precision.high_precision():
+            self.model.token_losses(
+                batch.tokens_BT, batch.targets_BT, self._attention(batch), batch.positions_BT
+            )
+        del kept
 
     def _pass(self, batch: Batch, sums: Tensor, count: TargetCount | None = None) -> None:
         """Forward and backward of one micro-batch. Its loss and its other sums are added to `sums`.
@@ -348,6 +361,8 @@ class Stepper:
         sums = self._new_sums()
         try:
             sums = self.forward_backward(micro_batches)
+            if self.graphed is not None and self.graphed.is_reserved:
+                self._evaluate_dry(micro_batches[0])
         except torch.OutOfMemoryError as error:
             if self.world.waits_within_passes:
                 reason = str(error).split(".")[0]

@@ -1,10 +1,12 @@
 """Find the largest micro-batch that fits in memory.
 
 Each candidate runs a dry step: a whole step, with optimizer state, on a worst-case batch. If the run's steps have
-several passes, the dry step has two, because the gradients of the first are in memory during the second. The dry step
-also compiles the model and gives the first estimate of the step time. If it runs out of memory, a divisor of the
-rows that is at most half as large is tried with more gradient accumulation, so the effective batch size never changes.
-The result is recorded in plan.json. A resumed run uses it again, if it fits the number of processes.
+several passes, the dry step has two, because the gradients of the first are in memory during the second. If passes will
+be replayed as CUDA graphs, the memory that a captured pass keeps is reserved during the update, an evaluation's forward
+and, with several replicas, the pass without a graph. The dry step also compiles the model and gives the first estimate
+of the step time. If it runs out of memory, a divisor of the rows that is at most half as large is tried with more
+gradient accumulation, so the effective batch size never changes. The result is recorded in plan.json. A resumed run
+uses it again, if it fits the number of processes.
 """
 
 import contextlib
@@ -274,7 +276,7 @@ class BatchSizeFinder:
             return micro_batch
 
         def dry_with_reserve(micro_rows: int) -> float:
-            with self.reserve_memory():
+            with self.reserve_memory(), self.reserve_captured():
                 return dry(micro_rows)
 
         if self.config.optim.gradients == "released":  # the step is one pass
@@ -334,6 +336,16 @@ class BatchSizeFinder:
         finally:
             del block
             torch.cuda.empty_cache()
+
+    def reserve_captured(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager in which dry steps leave room for what a captured pass keeps; see `GraphedPass`.
+
+        It is not for steps that are timed: if memory is scarce, reserving it frees torch's cache, which slows the next
+        step.
+        """
+        if self.config.compute.cuda_graph == "off" or self.stepper.graphed is None:
+            return contextlib.nullcontext()
+        return self.stepper.graphed.reserving()
 
     def objective_reserved_bytes(self) -> int:
         """Return the GPU memory that the objective will allocate and keep; 0 on a CPU."""

@@ -1,6 +1,8 @@
 """Passes that are replayed: stand-ins for CUDA graphs on a CPU show that steps are those without graphs, to the bit."""
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,7 +18,8 @@ from deskside.data.reading.loader import Batch, future_targets
 from deskside.optim.build import build
 from deskside.precision.convert import convert
 from deskside.train.loop import graphed_pass
-from deskside.train.loop.graphed_pass import Graph
+from deskside.train.loop.gradient_buckets import Bucket
+from deskside.train.loop.graphed_pass import Graph, PassMemory
 from deskside.train.loop.guard import Guard
 from deskside.train.loop.step import Stepper
 from deskside.train.objective import NextToken, TrainContext
@@ -197,6 +200,19 @@ def test_weights_of_later_tokens_decay_within_one_graph(pool: type[StandInPool])
     assert len(lines) == 1 and len(pool.made) == 1 and pool.made[0].released
 
 
+@pytest.mark.parametrize(
+    "parts", [{}, {"precision": {"name": "fp8-delayed", "head": "fp8"}}, {"optim": {"name": "muon"}}]
+)
+def test_only_parameters_are_converted_again(parts: dict[str, Any]) -> None:
+    """The tensor of the last conversion is kept alive, and a replay reads it: a temporary one would be out of date."""
+    run, _ = graphed(Replaying, "fp8-delayed", parts)
+    for step in range(STEPS):
+        one_step(run, step, 2)
+    parameters = {id(parameter) for parameter in run.model.parameters()}
+    sources = [converted._source for converted in run.precision.cached_weights()]
+    assert sources and all(source is not None and id(source[0]) in parameters for source in sources)
+
+
 # Another kind of pass
 
 
@@ -265,6 +281,24 @@ def test_weights_that_moved_are_captured_again(pool: type[StandInPool]) -> None:
     assert len(lines) == 2 and pool.made[0].released
 
 
+@pytest.mark.parametrize("pool", KINDS)
+def test_released_gradients_are_allocated_again_by_a_later_step(pool: type[StandInPool]) -> None:
+    """A run releases them before its final evaluation."""
+    plain, (run, lines) = stepper("bf16"), graphed(pool, "bf16")
+    assert run.graphed is not None
+    for step in range(8):
+        assert one_step(run, step, 2) == one_step(plain, step, 2), step
+        if step == 3:
+            gradients = [weakref.ref(gradient) for gradient in run.graphed.gradients]
+            run.release_graphs()
+            pool.made[0].graphs.clear()  # the stand-in keeps what it recorded
+            gc.collect()
+            assert gradients and not any(gradient() is not None for gradient in gradients)
+            assert all(parameter.grad is None for parameter in run.model.parameters())
+    assert_equal(state(run), state(plain))
+    assert [made.replays for made in pool.made] == [6, 6] and len(lines) == 2
+
+
 steps_of_a_run = st.lists(
     st.tuples(
         st.sampled_from([None, 4]),  # window
@@ -313,6 +347,81 @@ def test_dry_steps_are_not_captured_and_do_not_count() -> None:
     for step in range(3):
         one_step(run, step, 2)
     assert len(lines) == 1
+
+
+class Memory(PassMemory):
+    """Needs as many bytes for a pass as it has tokens, and has as many as `room` for what is reserved."""
+
+    def __init__(self, run: Stepper, room: int):
+        super().__init__(CPU)
+        self.room, self.log = room, list[tuple[str, int]]()
+        self.reserved: list[weakref.ref[Tensor]] = []
+        for owner, name in ((run, "_pass"), (run.optimizer, "step"), (run.model, "token_losses")):
+            self._note(owner, name)
+        run.graphed._run_pass, run.graphed.memory = run._pass, self  # type: ignore[union-attr]
+
+    def _note(self, owner: Any, name: str) -> None:
+        """Log the bytes that are reserved when a method is called."""
+        original = getattr(owner, name)
+
+        def noted(*arguments: Any) -> Any:
+            held = sum(block.numel() for reference in self.reserved if (block := reference()) is not None)
+            self.log.append((name.strip("_"), held))
+            return original(*arguments)
+
+        setattr(owner, name, noted)
+
+    def needed(self) -> int:
+        return 100
+
+    def reserve(self, size: int) -> object:
+        if size > self.room:
+            raise torch.OutOfMemoryError("CUDA out of memory. More text.")
+        block = torch.empty(size, dtype=torch.uint8)
+        self.reserved.append(weakref.ref(block))
+        return block
+
+
+@pytest.mark.parametrize(
+    ("replicas", "passes", "in_passes"),
+    [(False, 1, [0]), (False, 2, [0, 0]), (True, 4, [0, 0, 0, 105])],
+)
+def test_a_dry_step_keeps_the_memory_of_a_captured_pass(
+    replicas: bool, passes: int, in_passes: list[int]
+) -> None:
+    """Beside it are the update, an evaluation, and the last pass of replicas. Steps that are timed reserve nothing."""
+    run, _ = graphed(Replaying, "fp8-tensorwise")
+    assert run.graphed is not None
+    if replicas:
+        run.buckets.buckets = [Bucket([])]
+        run.buckets.finish = lambda: None  # type: ignore[method-assign]
+    memory = Memory(run, 105)
+    run.set_progress(0.0, 0.0, 0)
+    for _ in range(2):
+        memory.log.clear()
+        with run.graphed.reserving():
+            run.run(batches(0, passes), 1, dry=True)
+        expected = [*(("pass", held) for held in in_passes), ("token_losses", 105), ("step", 105)]
+        assert memory.log == expected
+        assert not any(reference() is not None for reference in memory.reserved)
+    memory.log.clear()
+    run.run(batches(0, 2), 1, dry=True)
+    assert memory.log == [("pass", 0), ("pass", 0), ("step", 0)]
+    memory.room = 104
+    with pytest.raises(torch.OutOfMemoryError), run.graphed.reserving():
+        run.run(batches(0, 2), 1, dry=True)
+
+
+def test_replicas_whose_passes_are_never_captured_reserve_nothing() -> None:
+    run, _ = graphed(Replaying, "bf16")
+    assert run.graphed is not None
+    run.buckets.buckets = [Bucket([])]
+    run.buckets.finish = lambda: None  # type: ignore[method-assign]
+    memory = Memory(run, 0)
+    run.set_progress(0.0, 0.0, 0)
+    with run.graphed.reserving():
+        run.run(batches(0, 1), 1, dry=True)
+    assert memory.log == [("pass", 0), ("step", 0)]
 
 
 def test_the_last_pass_of_replicas_is_not_replayed() -> None:
@@ -384,6 +493,88 @@ def test_without_memory_for_a_capture_passes_run_without(fails_at: int) -> None:
     assert_equal(state(run), state(plain))
     assert len(lines) == 1 and "not enough memory" in lines[0] and "without a graph from now on" in lines[0]
     assert all(pool.released for pool in Full.made)
+
+
+def out_of_memory() -> Exception:
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+
+def not_ended() -> Exception:
+    """Return the error of a capture that ran out of memory and could then not be ended."""
+    error = RuntimeError("operation failed due to a previous error during capture")
+    error.__context__ = out_of_memory()
+    return error
+
+
+@pytest.mark.parametrize("at", ["pool", "first capture", "second capture", "first replay"])
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (out_of_memory, "CUDA out of memory"),
+        (not_ended, "CUDA out of memory"),
+        (lambda: torch.AcceleratorError("CUDA error: out of memory\nmore"), "CUDA error: out of memory"),
+        (lambda: RuntimeError("Triton Error [CUDA]: out of memory"), "Triton Error [CUDA]: out of memory"),
+        (
+            lambda: RuntimeError(
+                "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+            ),
+            "CUBLAS_STATUS_ALLOC_FAILED",
+        ),
+    ],
+    ids=["allocator", "not ended", "driver", "triton", "cublas"],
+)
+def test_every_error_for_lack_of_memory_ends_only_the_capture(
+    error: Callable[[], Exception], reason: str, at: str
+) -> None:
+    class Full(Replaying):
+        def __init__(self, device: torch.device):
+            if at == "pool":
+                raise error()
+            super().__init__(device)
+
+        def capture(self, work: Callable[[], None]) -> Graph:
+            graph = super().capture(work)
+            if at == ("first capture", "second capture", "")[len(self.graphs) - 1]:
+                raise error()
+            if at == "first replay":
+
+                class Launched:
+                    def replay(self) -> None:
+                        raise error()
+
+                return Launched()
+            return graph
+
+    plain, (run, lines) = stepper("fp8-tensorwise"), graphed(Full, "fp8-tensorwise")
+    for step in range(4):
+        assert one_step(run, step, 2) == one_step(plain, step, 2)
+    assert_equal(state(run), state(plain))
+    assert len(lines) == 1 and reason in lines[0] and "\n" not in lines[0]
+    assert "not enough memory" in lines[0] and "without a graph from now on" in lines[0]
+    assert all(pool.released for pool in Full.made)
+
+
+def test_a_capture_without_memory_keeps_nothing_alive() -> None:
+    """The tracebacks of the errors refer to the tensors of the pass."""
+    kept: list[weakref.ref[Tensor]] = []
+
+    class Full(Replaying):
+        def capture(self, work: Callable[[], None]) -> Graph:
+            activations = torch.zeros(4)
+            kept.append(weakref.ref(activations))
+            try:
+                raise out_of_memory()
+            finally:
+                raise RuntimeError("operation failed due to a previous error during capture")
+
+    run, lines = graphed(Full, "bf16")
+    gc.disable()
+    try:
+        for step in range(3):
+            one_step(run, step, 1)
+        assert len(lines) == 1 and [tensor() for tensor in kept] == [None]
+    finally:
+        gc.enable()
 
 
 def test_a_pass_that_cannot_be_captured_ends_the_run() -> None:

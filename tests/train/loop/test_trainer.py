@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from deskside.cli.main import main
 from deskside.config.run import RunConfig
 from deskside.config.sections import PrecisionConfig
 from deskside.data.reading.loader import Batch, Loader, LoaderOptions
@@ -29,7 +30,7 @@ from deskside.train.state.init_weights import InitialWeights
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.load import load_model
 from tests.train import tiny_run
-from tests.train.tiny_run import curve, events, plan, rows
+from tests.train.tiny_run import checkpoints, curve, events, plan, rows
 
 # Ending on time
 
@@ -265,6 +266,36 @@ def test_out_of_memory_is_met_with_smaller_passes_of_the_same_batch(
     assert [a["fits"] for a in fit["attempts"]] == [False, False, True]
     assert "8 rows do not fit" in events(run) and "4 rows do not fit" in events(run)
     assert curve(run) == curve(fitted)
+
+
+def test_a_run_that_is_out_of_memory_later_ends_with_one_line_and_can_be_resumed(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It loses the steps since the last checkpoint. A resumed run has the same passes, whether they fit or not."""
+    settings = {"schedule": {"length": "12 steps"}, "checkpoint": {"every": "5 steps"}}
+    asked = tiny_run.config(data, **settings, batch={"micro_tokens": 128})
+    straight = tiny_run.train(tmp_path, asked, "straight").run.path
+    original, fails_at = Stepper.run, [8]
+
+    def full(self: Stepper, batches: list[Batch], step: int, dry: bool = False) -> StepMetrics:
+        if step in fails_at and len(batches[0].tokens_BT) == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB. More text.\nAnd more.")
+        return original(self, batches, step, dry)
+
+    monkeypatch.setattr(Stepper, "run", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        tiny_run.train(tmp_path, asked)
+    run = tmp_path / "run"
+    assert checkpoints(run) == ["step-000000000", "step-000000005"] and not (run / "summary.json").exists()
+    capsys.readouterr()
+    for fails_at[0] in (8, 1):  # in the same step, then already in the dry step
+        assert main(["train", "--resume", str(run)]) == 1
+        said = capsys.readouterr().err.splitlines()
+        assert said[-1] == "deskside: out of memory: CUDA out of memory. Tried to allocate 1 GiB. More text."
+        assert rows(run)[-1]["step"] == 6 and "out of memory" not in events(run)
+    fails_at.clear()
+    assert main(["train", "--resume", str(run)]) == 0
+    assert plan(run)["fit"][0]["micro_rows"] == 4 and curve(run) == curve(straight)
 
 
 # Evaluation during training
