@@ -36,6 +36,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -75,23 +76,33 @@ def measure(options: argparse.Namespace, p2p: bool) -> bool:
             [case for case in everywhere if (case.name, str(group)) not in measured] + others[group::groups]
             for group in range(groups)
         ]
+        stopped = threading.Event()
         with ThreadPoolExecutor(groups) as pool:
             results = [
-                pool.submit(measure_share, share, group, number, end, options)
+                pool.submit(measure_share, share, group, number, end, options, stopped)
                 for group, share in enumerate(shares)
                 if share
             ]
-        for result in results:
-            succeeded = result.result() and succeeded
+            try:
+                for result in results:
+                    succeeded = result.result() and succeeded
+            except KeyboardInterrupt:  # which the workers have received, too
+                stopped.set()
+                raise
     return succeeded
 
 
 def measure_share(
-    share: Sequence[Case], group: int, gpus: int, end: float, options: argparse.Namespace
+    share: Sequence[Case],
+    group: int,
+    gpus: int,
+    end: float,
+    options: argparse.Namespace,
+    stopped: threading.Event,
 ) -> bool:
     """Measure cases one after another in one group of processes. Return True if none failed.
 
-    After a failure, go on with the next case.
+    After a failure, go on with the next case, unless `stopped` is set.
     """
     rows = options.out / f"rows-{gpus}-{group}.jsonl"
     succeeded = True
@@ -104,6 +115,8 @@ def measure_share(
             done = collect(rows, options.out)
             if failure is None or done == len(left):  # it may also fail at its end, which was printed
                 break
+            if stopped.is_set():
+                return False
             failed, left = left[done], left[done + 1 :]
             append(options.out / "failed.jsonl", [{"case": failed.name, "error": failure}])
             succeeded = False

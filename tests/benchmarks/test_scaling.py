@@ -1,8 +1,10 @@
 """The scaling benchmark, with two CPU processes in place of two GPUs."""
 
+import _thread
 import json
 import math
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -107,6 +109,21 @@ class Workers:
                     raise InterruptedError
                 file.write(line)
         return None
+
+
+def test_ctrl_c_starts_no_further_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[int] = []
+
+    def interrupted(group: int, gpus: int, options: Any, spec: dict[str, Any]) -> str:
+        started.append(group)
+        _thread.interrupt_main()
+        time.sleep(1.0)  # until the main thread has noticed it
+        return "interrupted"
+
+    monkeypatch.setattr(scaling, "run_workers", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        scaling.main(["measure", str(tmp_path), "--gpus", "1", "--only", "124m"])
+    assert started == [0] and not (tmp_path / "failed.jsonl").exists()
 
 
 def test_rows_of_a_stopped_call_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
