@@ -1,7 +1,10 @@
 """Floor (minimum time) of each kind of work in a step, measured on this device.
 
-Matmuls: each one of the model is timed alone at its exact shape, in BF16 with torch.mm and in FP8 with torch._scaled_mm
-on operands that are already quantized and laid out. Attention: the chosen backend is timed alone, forward and backward.
+Matmuls: FLOPs divided by the rate of a large matmul in their format, measured from a cool start: an upper bound of what
+the power limit allows within a step. Beside that, each matmul of the model is timed alone at its exact shape, in BF16
+with torch.mm and in FP8 with torch._scaled_mm on operands that are already quantized and laid out; repeated without
+pause, this is slower than within a step, so it is no floor. Attention: the chosen backend is timed alone, forward and
+backward.
 Everything else: bytes divided by the bandwidth of a large copy. Every input is read once and every output written once,
 in the dtype of the activations; the table counts these elements:
 
@@ -9,7 +12,8 @@ in the dtype of the activations; the table counts these elements:
                             gradients and the residual read, one gradient written (residual and delta share it)
     QK-norm + RoPE          5 per channel of queries and keys: read, written; gradient and input read, gradient written
     gated activation        8 per intermediate channel of the MLP; 5 without a gate
-    loss                    2 per token and vocabulary entry: logits read, their gradient written
+    loss                    2 per token and vocabulary entry: logits read, their gradient written; an FP8 head's gradient
+                            has one byte
     casts and sums          6 bytes per weight and step for its copy in the format of the matmuls, 6 per weight for
                             its gradient into float32, 10 in each further pass, which accumulates
     quantization            0 if the producing kernel can write the format: only the output of attention and its
@@ -36,7 +40,7 @@ from deskside.config.run import RunConfig
 from deskside.doctor import check_gemm
 from deskside.doctor.check_tools import median_seconds
 from deskside.kernels.attention import Requirements, choose
-from deskside.kernels.matmul_peak import measure_matmul_peak
+from deskside.kernels.matmul_peak import SIZES, measure_matmul_peak
 from deskside.train.prepare.attention_backends import AttentionBackends
 
 FP8: dict[Format, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -103,6 +107,7 @@ def measure(
     bandwidth = float(check_gemm.copy(device.type)["speed"]["value"])
     kinds: dict[str, float | None] = {}
     table: list[dict[str, Any]] = []
+    rates: dict[str, float] = {}
 
     def add_floor(kind: str, work: Callable[[], float]) -> None:
         try:
@@ -111,12 +116,14 @@ def measure(
             kinds[kind] = None
             notes.append(f"{kind}: no floor, because its tensors do not fit in memory next to the model")
 
-    add_floor("gemm", lambda: _gemm_floor(config, recipe, native, micro_tokens, dtype, device, table, notes))
+    add_floor(
+        "gemm", lambda: _gemm_floor(config, recipe, native, micro_tokens, dtype, device, table, rates, notes)
+    )
     add_floor("attention", lambda: _attention_floor(config, attention, micro_tokens, dtype, device))
     for kind, size in traffic_bytes(config, recipe, micro_tokens, dtype).items():
         kinds[kind] = 1e3 * size / bandwidth
     add_floor("optimizer", lambda: _optimizer_floor(config, micro_tokens, bandwidth, dtype, device))
-    return {"kinds": kinds, "gemms": table, "copy_bandwidth": bandwidth, "notes": notes}
+    return {"kinds": kinds, "gemms": table, "rates": rates, "copy_bandwidth": bandwidth, "notes": notes}
 
 
 def traffic_bytes(
@@ -138,7 +145,7 @@ def traffic_bytes(
     casts = 0.0 if unit == 4 else float(weights * (6 + 6 + 10 * (passes - 1)))
     traffic = {
         "elementwise": tokens * unit * per_token,
-        "loss": tokens * unit * 2 * model.vocab_size,
+        "loss": tokens * model.vocab_size * (unit + (1 if _head_quantized(config) else unit)),
         "memory": casts,
         # Rows of the table are read and written out; gradients are read and scattered into a zeroed table.
         "embedding": tokens * D * (4 + 2 * unit) + 4.0 * passes * model.vocab_size * D,
@@ -156,12 +163,19 @@ def _gemm_floor(
     dtype: torch.dtype,
     device: torch.device,
     table: list[dict[str, Any]],
+    rates: dict[str, float],
     notes: list[str],
 ) -> float:
-    """Return the milliseconds of all matmuls of a step, and append a row per layer to `table`."""
+    """Return the milliseconds of all matmuls of a step at the rates of large ones.
+
+    A row per layer with the milliseconds of its matmuls alone is appended to `table`. rates: filled with FLOP/s.
+    """
     quantized = native and recipe.quantized and any(f in FP8 for f in recipe.formats)
     if recipe.quantized and (not native or "nvfp4" in recipe.formats):
         notes.append("emulated matmuls are timed in BF16")
+    rates["plain"] = measure_matmul_peak(device, dtype)
+    if quantized:
+        rates["quantized"] = _large_rate(recipe, dtype, device)
     layers = config.model.num_hidden_layers
     bf16_share = sum(recipe.kept_blocks(layers)) / layers
     total = 0.0
@@ -172,16 +186,24 @@ def _gemm_floor(
         if gemm.name == "head" and _head_quantized(config):
             share = 0.0
         row = {"name": gemm.name, "times": gemm.times, "plain_ms": bf16_ms}
-        milliseconds = sum(bf16_ms)
+        flops = 3 * 2.0 * gemm.tokens * gemm.columns * gemm.rows
+        seconds = flops / rates["plain"]
         if quantized and (share < 1.0):
             fp8_ms = _three_matmuls(
                 gemm, _head_recipe(recipe) if gemm.name == "head" else recipe, dtype, device
             )
             row["quantized_ms"] = fp8_ms
-            milliseconds = share * milliseconds + (1 - share) * sum(fp8_ms)
+            seconds = share * seconds + (1 - share) * flops / rates["quantized"]
         table.append(row)
-        total += gemm.times * milliseconds
-    return total
+        total += gemm.times * seconds
+    return 1e3 * total
+
+
+def _large_rate(recipe: Recipe, dtype: torch.dtype, device: torch.device) -> float:
+    """Return the FLOP/s of a large matmul with the FP8 operands of a recipe."""
+    product = next(p for p in recipe.products if p.left.format in FP8 and p.right.format in FP8)
+    n = SIZES[device.type]
+    return 2 * n**3 / median_seconds(_matmul(n, n, n, product, dtype, device, False), device)
 
 
 def _head_quantized(config: RunConfig) -> bool:
