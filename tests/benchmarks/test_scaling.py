@@ -1,10 +1,10 @@
 """The scaling benchmark, with two CPU processes in place of two GPUs."""
 
-import _thread
+import argparse
 import json
 import math
 import sys
-import time
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -111,18 +111,19 @@ class Workers:
         return None
 
 
-def test_ctrl_c_starts_no_further_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_ctrl_c_no_further_case_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[int] = []
+    stopped = threading.Event()
 
     def interrupted(group: int, gpus: int, options: Any, spec: dict[str, Any]) -> str:
         started.append(group)
-        _thread.interrupt_main()
-        time.sleep(1.0)  # until the main thread has noticed it
+        stopped.set()  # as `measure` does when it is interrupted
         return "interrupted"
 
     monkeypatch.setattr(scaling, "run_workers", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        scaling.main(["measure", str(tmp_path), "--gpus", "1", "--only", "124m"])
+    options = argparse.Namespace(out=tmp_path, others={})
+    share = [case for case in cases((1,)) if case.preset == "124m"]
+    assert not scaling.measure_share(share, 0, 1, math.inf, options, stopped)
     assert started == [0] and not (tmp_path / "failed.jsonl").exists()
 
 
