@@ -23,11 +23,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True, scope="package")  # a process also runs tests of other packages, which draw figures
 def short_ends() -> Iterator[None]:
-    """Sample short answers and draw no figures, which take half of the time of a run of a few steps. `deskside go`,
-    and the tests of reports, draw them.
-    """
+    """Sample short answers and draw no figures, which take half of the time of a run of a few steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(samples, "ANSWER_TOKENS", 24)
         patch.setattr(run_figures, "draw", lambda *_: ([], []))
