@@ -23,7 +23,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(autouse=True, scope="package")  # a process also runs tests of other packages, which draw figures
+@pytest.fixture(autouse=True, scope="module")  # not the session: other tests of this process draw figures
 def short_ends() -> Iterator[None]:
     """Sample short answers and draw no figures, which take half of the time of a run of a few steps."""
     with pytest.MonkeyPatch.context() as patch:
