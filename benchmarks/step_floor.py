@@ -12,7 +12,7 @@ in the dtype of the activations; the table counts these elements:
                             gradients and the residual read, one gradient written (residual and delta share it)
     QK-norm + RoPE          5 per channel of queries and keys: read, written; gradient and input read, gradient written
     gated activation        8 per intermediate channel of the MLP; 5 without a gate
-    loss                    2 per token and vocabulary entry: logits read, their gradient written; an FP8 head's gradient
+    loss                    2 per token and vocabulary entry: logits read, their gradient written; that of an FP8 head
                             has one byte
     casts and sums          6 bytes per weight and step for its copy in the format of the matmuls, 6 per weight for
                             its gradient into float32, 10 in each further pass, which accumulates
