@@ -468,6 +468,7 @@ def test_a_signal_before_training_ends_child_processes(here: Path, data: Path) -
     assert again.wait() == 0 and state(run)["phase"] == "done", again.text()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("no_figures")
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.full)])
 def test_a_signal_in_training_determines_the_exit_code(number: int, here: Path, data: Path) -> None:
@@ -599,6 +600,7 @@ def two_bands(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(phases, "plan", wrong)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("no_figures")
 def test_another_band_is_trained_in_the_remaining_time(
     here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 
+@pytest.mark.full
 def test_a_search_is_opened_from_the_table_and_shows_every_trial(
     browser: "Browser", address: str, served_root: Path
 ) -> None:

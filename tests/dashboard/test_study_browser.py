@@ -66,6 +66,7 @@ def numbers(color: str) -> list[int]:
     return [int(float(part)) for part in color.split("(")[1].rstrip(")").split(",")[:3]]
 
 
+@pytest.mark.full
 def test_the_answer_of_a_group_unfolds_and_changes_with_the_goal(browser: "Browser", address: str) -> None:
     page = opened(browser, address, "summary", "?study=studies/made")
     rows = page.locator(".verdicts details")

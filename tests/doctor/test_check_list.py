@@ -82,6 +82,7 @@ def test_a_hang_is_a_timeout() -> None:
     assert (found["verdict"], found["reason"]) == ("timeout", "no answer within 2 s")
 
 
+@pytest.mark.full
 def test_a_crash_is_charged_to_the_check_that_crashed() -> None:
     found = results(
         planted("fine", "shared", number=1), planted("crash", "shared"), planted("fine", "shared", number=2)

@@ -169,6 +169,7 @@ def test_a_run_too_short_for_a_curve_says_nothing_about_its_loss(data: Path, tmp
     assert pilot.loss_text() == "its pilot was too short to extrapolate the loss"
 
 
+@pytest.mark.full
 def test_half_the_throughput_from_the_middle_on(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

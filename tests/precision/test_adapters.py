@@ -120,6 +120,7 @@ def test_float32_beside_frozen_weights_is_float32(base: Any) -> None:
     torch.testing.assert_close(model(TOKENS), whole(TOKENS), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("shape", "options"),
     [

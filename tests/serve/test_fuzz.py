@@ -22,6 +22,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_chatty(tmp_path_factory.mktemp("fuzz"))[1]
 
 
+@pytest.mark.full
 def test_no_request_makes_the_server_fail(model: Path) -> None:
     """30 requests beside a client. The long form below has 10,000."""
     arguments = [str(model), "--device", "cpu", *SERVER]

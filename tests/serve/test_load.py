@@ -49,6 +49,7 @@ def loaded_with(run: Path, seconds: float) -> None:
     assert report.growth < 24, report.lines()
 
 
+@pytest.mark.full
 def test_eight_seconds(run: Path) -> None:
     loaded_with(run, 8)
 

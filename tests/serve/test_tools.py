@@ -127,6 +127,7 @@ def test_a_stream_has_the_calls_of_the_whole_answer(loaded: Callable[[str], Load
     with_client(loaded("qwen2_5"), run)
 
 
+@pytest.mark.full
 def test_choice_of_a_function_and_number_of_calls(loaded: Callable[[str], Loaded]) -> None:
     async def run(client: openai.AsyncOpenAI) -> None:
         named = {"type": "function", "function": {"name": "get_weather"}}

@@ -80,6 +80,7 @@ def test_resumed_to_the_last_bit(
     assert sum(losses[-8:]) < sum(losses[:8])  # a single step of 256 tokens is too noisy
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("base", ["nf4", pytest.param("int8", marks=pytest.mark.full)])
 def test_adapters_of_experts_resume_to_the_last_bit_and_merge(
     base: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -133,7 +133,7 @@ RUNS: dict[str, dict[str, Any]] = {
     ("name", "processes"),
     [
         pytest.param("dense", 2, marks=pytest.mark.full),
-        ("documents", 4),
+        pytest.param("documents", 4, marks=pytest.mark.full),
         ("experts, documents", 2),
         pytest.param("experts, fused, recomputed, offloaded", 2, marks=pytest.mark.full),
         pytest.param("learned positions, passes, stages", 2, marks=pytest.mark.full),

@@ -240,6 +240,7 @@ class StopAfter(Callback):
             self.stop.requested = "SIGTERM"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "changes",
     [pytest.param(DOCUMENTS, marks=pytest.mark.full), {**DOCUMENTS, **FP8}],

@@ -108,7 +108,7 @@ def _writes_at_once(config: RunConfig) -> RunConfig:
     [
         pytest.param("adamw", 2, 1, marks=pytest.mark.full),
         pytest.param("adamw", 1, 2, marks=pytest.mark.full),
-        ("muon", 1, 3),
+        pytest.param("muon", 1, 3, marks=pytest.mark.full),
         *(pytest.param("muon", before, after, marks=pytest.mark.full) for before, after in ((2, 1), (3, 2))),
     ],
 )

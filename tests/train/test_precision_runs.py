@@ -141,6 +141,7 @@ def poisoned(root: Path, config: tiny_run.RunConfig) -> None:
     tiny_run.train(root, config)
 
 
+@pytest.mark.full
 def test_replicas_skip_a_step_together(data: Path, tmp_path: Path) -> None:
     config = settings(data, "fp8-delayed", schedule={"length": "12 steps"})
     child = tiny_run.call(poisoned, tmp_path, config, log=tmp_path / "log", ranks=2)

@@ -57,6 +57,7 @@ def work(folder: Path, write: bool) -> None:
     parallel.destroy_distributed(world)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "writers, readers",
     [(3, 2), *(pytest.param(*numbers, marks=pytest.mark.full) for numbers in ((4, 2), (2, 4)))],

@@ -80,6 +80,7 @@ def test_it_stops_the_run_which_can_be_resumed(
     assert curve(tmp_path / "run") == curve(tmp_path / "straight")
 
 
+@pytest.mark.full
 def test_time_that_was_spent_before_and_time_that_is_kept(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,6 +59,7 @@ def test_a_step_that_failed_leaves_nothing() -> None:
         assert parameter.grad is not None and torch.equal(parameter.grad, grad)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "optimizer", [{"name": "muon"}, pytest.param({"name": "adamw", "lr": 0.01}, marks=pytest.mark.full)]
 )

@@ -73,6 +73,7 @@ def test_a_step_leaves_no_tensor(arm: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert alive[0] == alive[1] == alive[2]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "gradients",
     [

@@ -437,6 +437,7 @@ def train_with_less_memory_for_the_second(root: Path, config: RunConfig) -> None
     tiny_run.train(root, config)
 
 
+@pytest.mark.full
 def test_shards_do_not_count_the_memory_of_the_first_twice(data: Path, tmp_path: Path) -> None:
     config = tiny_run.config(
         data, optim={"name": "adamw"}, parallel={"mode": "shard"}, schedule={"length": "2 steps"}
