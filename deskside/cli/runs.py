@@ -1,7 +1,7 @@
 """`deskside runs`: list runs, studies and searches, or compare runs, in the terminal."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from deskside.cli.options import Command, option
@@ -10,7 +10,7 @@ from deskside.cli.shared_options import JsonOption
 from deskside.dashboard import file_cache
 from deskside.dashboard.run_details import key_numbers, newest_values, option_rows
 from deskside.dashboard.run_table import RUN, SEARCH, STUDY, TRIAL, TableRow
-from deskside.dashboard.scan import RUN_MARKERS, name_below, scan
+from deskside.dashboard.scan import RUN_MARKERS, scan
 from deskside.run.record import RunRecord
 from deskside.utils.errors import UsageError
 from deskside.utils.format import count, duration
@@ -91,7 +91,6 @@ def _list(root: Path, options: RunsOptions) -> int:
 
 def _compare(paths: Sequence[Path], as_json: bool) -> int:
     """Show the results of runs beside each other, and the options in which they differ. Raises UsageError."""
-    root = Path()
     records: dict[str, RunRecord] = {}
     rows: dict[str, TableRow] = {}
     numbers: dict[str, dict[str, str | None]] = {}
@@ -101,9 +100,9 @@ def _compare(paths: Sequence[Path], as_json: bool) -> int:
         run = found.get(path.resolve())
         if run is None:
             raise UsageError(f"{path}: is not the directory of a run; compare runs, or list one directory")
-        name = name_below(path, root)
+        name = str(path)  # as it was given, because runs of two directories can have the same name
         records[name] = file_cache.brief(run.path)
-        row = rows[name] = file_cache.row(run.path, run.path in live, root, RUN)
+        row = rows[name] = replace(file_cache.row(run.path, run.path in live, Path(), RUN), name=name)
         numbers[name] = key_numbers(row, newest_values(file_cache.newest_metrics(run.path).rows))
     differences = option_rows(records, only_different=len(records) > 1)
     if as_json:

@@ -60,6 +60,14 @@ def test_runs_are_compared(made: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert ["seed", "1", "2"] in [line.split() for line in lines]
 
 
+def test_runs_of_one_name_in_two_directories(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made_up.run(made / "elsewhere/first", seed=3)
+    names = [str(made / "runs/first"), str(made / "elsewhere/first")]
+    result = printed(names, capsys)
+    assert [row["name"] for row in result["runs"]] == names
+    assert result["options"] == [{"option": "seed", names[0]: "1", names[1]: "3"}]
+
+
 def test_one_run_has_all_options(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = printed(["runs/first"], capsys)["options"]
     assert {"option": "optim.name", "runs/first": "muon"} in options
