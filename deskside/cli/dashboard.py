@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deskside.cli.options import Command, option
-from deskside.cli.shared_options import addresses, is_loopback
+from deskside.cli.shared_options import addresses, check_directory, is_loopback
 from deskside.utils.console import say
 from deskside.utils.errors import UsageError
 
@@ -44,9 +44,7 @@ def run(argv: Sequence[str]) -> int:
     """Run `deskside dashboard` until it is stopped. Raises UsageError."""
     options = COMMAND.parse(argv)
     root = Path(options.directory)
-    if not root.is_dir():
-        problem = "is a file" if root.exists() else "no such directory"
-        raise UsageError(f"{root}: {problem}; give a directory that holds studies or runs")
+    check_directory(root, "give a directory that holds studies or runs")
     if importlib.util.find_spec("streamlit") is None or importlib.util.find_spec("plotly") is None:
         raise UsageError("the dashboard needs streamlit and plotly: pip install 'deskside[dashboard]'")
     port = _free_port(options.host, options.port)

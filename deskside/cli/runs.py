@@ -6,11 +6,11 @@ from pathlib import Path
 
 from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
-from deskside.cli.shared_options import JsonOption
+from deskside.cli.shared_options import JsonOption, check_directory
 from deskside.dashboard import file_cache
 from deskside.dashboard.run_details import key_numbers, newest_values, option_rows
 from deskside.dashboard.run_table import RUN, SEARCH, STUDY, TRIAL, TableRow
-from deskside.dashboard.scan import RUN_MARKERS, scan
+from deskside.dashboard.scan import scan
 from deskside.run.record import RunRecord
 from deskside.utils.errors import UsageError
 from deskside.utils.format import count, duration
@@ -24,7 +24,7 @@ RESULTS = ("bits/byte", "tokens/s", "MFU", "time")
 class RunsOptions(JsonOption):
     """List the runs, studies and searches below a directory, newest first; or compare runs.
 
-    With directories of runs, their results stand beside each other, and below them the options in which they differ.
+    A comparison has a column for each run: its results, then the options in which the runs differ.
 
     Examples:
       deskside runs
@@ -52,16 +52,10 @@ def run(argv: Sequence[str]) -> int:
     if options.limit < 0:
         raise UsageError(f"--limit: {options.limit} is no number of rows; give 0 for all")
     for path in paths:
-        if not path.is_dir():
-            problem = "is a file" if path.exists() else "no such directory"
-            raise UsageError(f"{path}: {problem}; give a directory that holds runs, or directories of runs")
-    if len(paths) > 1 or _is_run(paths[0]):
+        check_directory(path, "give a directory that holds runs, or directories of runs")
+    if len(paths) > 1 or scan(paths[0], 0).runs:
         return _compare(paths, options.json)
     return _list(paths[0], options)
-
-
-def _is_run(path: Path) -> bool:
-    return any((path / name).is_file() for name in RUN_MARKERS)
 
 
 def _list(root: Path, options: RunsOptions) -> int:

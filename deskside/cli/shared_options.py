@@ -175,6 +175,13 @@ def addresses(host: str, port: int) -> list[tuple[Any, ...]]:
         ) from None
 
 
+def check_directory(path: Path, remedy: str) -> None:
+    """Raise UsageError, which ends with the remedy, if a path is not a directory."""
+    if not path.is_dir():
+        problem = "is a file" if path.exists() else "no such directory"
+        raise UsageError(f"{path}: {problem}; {remedy}")
+
+
 def is_loopback(host: str) -> bool:
     """Return True if an address to listen on can be reached only from this machine."""
     if host == "localhost":

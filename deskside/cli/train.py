@@ -25,6 +25,7 @@ from deskside.config import merge, presets
 from deskside.config.duration import Duration
 from deskside.config.gpu_batch import build_on_gpus
 from deskside.config.model import ModelConfig
+from deskside.config.optim import TABLE_RATES
 from deskside.config.run import RunConfig
 from deskside.run.directory import RunDirectory
 from deskside.train.prepare.preflight import check_start, set_cublas_workspace
@@ -36,7 +37,6 @@ from deskside.utils.quick_start import create_cuda_context, quick_imports
 if TYPE_CHECKING:
     from deskside.optim.lr_schedule import SchedulePoint
 
-TABLE_RATES = ("embedding_lr", "head_lr")
 WARMUP_ENDS = "warm-up ends"  # label of a row of optim.lr_schedule.describe
 
 

@@ -74,6 +74,9 @@ EmaUntil = Annotated[
 ]
 
 
+TABLE_RATES = ("embedding_lr", "head_lr")  # rates of their own of the embedding and the output head
+
+
 class AdamWConfig(Part):
     """AdamW for every parameter (Loshchilov and Hutter, arXiv 1711.05101)."""
 
@@ -119,7 +122,7 @@ class AdamWConfig(Part):
     @model_validator(mode="after")
     def _check_state_and_clipping(self) -> Self:
         # The defaults hold for training from random weights.
-        for name in ("embedding_lr", "head_lr"):
+        for name in TABLE_RATES:
             if not self.scale and name not in self.model_fields_set:
                 object.__setattr__(self, name, None)
         _check_states(self.states, self.betas)

@@ -24,6 +24,7 @@ from pydantic import ValidationError
 
 from deskside.config.align import GrpoConfig
 from deskside.config.base import first_problem
+from deskside.config.optim import TABLE_RATES
 from deskside.config.run import SCHEMA_VERSION, RunConfig
 from deskside.utils import hub, strict_json
 from deskside.utils.errors import RunError, UsageError
@@ -31,7 +32,7 @@ from deskside.utils.files import append_line, sync, write_atomically, write_erro
 from deskside.utils.parsing import Unreadable, json_value
 
 # What runs did before an option existed, where that is not its default now: by optimizer.
-BEFORE_OPTIONS: dict[str | None, dict[str, None]] = {"adamw": {"embedding_lr": None, "head_lr": None}}
+BEFORE_OPTIONS: dict[str | None, dict[str, None]] = {"adamw": dict.fromkeys(TABLE_RATES)}
 
 
 class RunDirectory:
