@@ -12,14 +12,14 @@ with the next call. A case that has a row is not measured again, so `measure` ca
 with the most GPUs come first. Groups of fewer GPUs than the machine has work beside each other. The usual case of one
 GPU is measured on every GPU at once, because cards of one kind differ by some percent, and several wait for the
 slowest. A case that fails is appended to OUT/failed.jsonl, and the others go on. The exit code of `measure` is 1 if a
-case failed in this call; the next call tries it again.
+case failed in this call; the next call tries it again. Ctrl-C and SIGTERM end the workers first, and then the command.
 
     tokens/s   median of the counted steps, with p10 and p90; of one GPU: of the median card
     efficiency tokens/s over those of one GPU with as many tokens for each GPU, times the number of GPUs
     slowest    the same relative to the slowest card: what is left is not a difference between cards
     longer     milliseconds of a step beyond that of the median card with as many tokens
-    exposed    milliseconds of NCCL's kernels during which nothing else runs on the slowest rank, from a trace: the
-               others wait in NCCL's kernels for it
+    exposed    milliseconds of NCCL's kernels during which nothing else runs, from a trace, on the rank with the fewest:
+               the others wait in NCCL's kernels for it
     bus        GB/s of an all-reduce of the size of the gradients, 2 (n - 1) / n x bytes / time as in nccl-tests
     watts      of all GPUs together, from NVML's energy counters over the counted steps
 
@@ -30,6 +30,7 @@ going on with as many GPUs (equal to the last bit) and with --then GPUs (equal u
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -38,7 +39,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,12 @@ from benchmarks.scaling_cases import TOKENS, Case, cases, forecast
 from benchmarks.scaling_resume import resume
 from benchmarks.scaling_table import table
 from benchmarks.step import configuration_keys
+from deskside.utils import launched
 from deskside.utils.child_process import cpu_cores
 from deskside.utils.errors import UsageError
+from deskside.utils.signals import raise_on_termination, signal_number
+
+POLL_SECONDS = 0.2
 
 
 def measure(options: argparse.Namespace, p2p: bool) -> bool:
@@ -86,7 +91,7 @@ def measure(options: argparse.Namespace, p2p: bool) -> bool:
             try:
                 for result in results:
                     succeeded = result.result() and succeeded
-            except KeyboardInterrupt:  # which the workers have received, too
+            except KeyboardInterrupt:  # or SIGTERM; leaving the pool waits for the workers' end
                 stopped.set()
                 raise
     return succeeded
@@ -111,7 +116,7 @@ def measure_share(
         while left and time.time() < end:
             cases = [worker_case(case, options.others) for case in left]
             spec = {"cases": cases, "end": end, "rows": str(rows), "context": gpus if shared_rows else 1}
-            failure = run_workers(group, gpus, options, spec)
+            failure = run_workers(group, gpus, options, spec, stopped)
             done = collect(rows, options.out)
             if failure is None or done == len(left):  # it may also fail at its end, which was printed
                 break
@@ -141,7 +146,9 @@ def worker_case(case: Case, others: dict[str, Any]) -> dict[str, Any]:
     return {**names, "config": config, "row": {"case": case.name, **dataclasses.asdict(case)}}
 
 
-def run_workers(group: int, gpus: int, options: argparse.Namespace, spec: dict[str, Any]) -> str | None:
+def run_workers(
+    group: int, gpus: int, options: argparse.Namespace, spec: dict[str, Any], stopped: threading.Event
+) -> str | None:
     """Run `scaling_worker` on the GPUs of a group. Return the end of its output if it failed, else None."""
     cards = ",".join(str(group * gpus + index) for index in range(gpus))
     environment = {**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": cards}
@@ -151,13 +158,41 @@ def run_workers(group: int, gpus: int, options: argparse.Namespace, spec: dict[s
     with tempfile.TemporaryDirectory(prefix="deskside-scaling-") as folder:
         file = Path(folder) / "spec.json"
         file.write_text(json.dumps({**common, "p2p": p2p_enabled(), **spec}))
-        launcher = ["torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
+        launcher = ["benchmarks.scaling_launcher", "--standalone", f"--nproc-per-node={gpus}"]
         command = [sys.executable, "-m", *launcher, "-m", "benchmarks.scaling_worker", str(file)]
-        done = subprocess.run(
-            command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-    print(done.stdout, end="", flush=True)
-    return None if done.returncode == 0 else done.stdout[-3000:]
+        code, output = run_to_end(command, environment, stopped)
+    print(output, end="", flush=True)
+    return None if code == 0 else output[-3000:]
+
+
+def run_to_end(
+    command: Sequence[str], environment: Mapping[str, str], stopped: threading.Event
+) -> tuple[int, str]:
+    """Run a launcher, and return its exit code and output once all of its workers have ended.
+
+    When `stopped` is set, or a signal interrupts this thread, ask it to end its workers, and wait for that.
+    """
+    process = subprocess.Popen(
+        command,
+        env={**environment, **launched.environment()},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # Ctrl-C and the SIGTERM of `timeout` reach it once, from here
+    )
+    try:
+        asked = False
+        while True:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                output, _ = process.communicate(timeout=POLL_SECONDS)
+                return process.returncode, output
+            if stopped.is_set() and not asked:
+                asked = True
+                process.terminate()
+    except KeyboardInterrupt:
+        process.terminate()
+        process.communicate()  # its workers hold the pipe, too
+        raise
 
 
 def measure_bandwidth(options: argparse.Namespace) -> None:
@@ -165,7 +200,7 @@ def measure_bandwidth(options: argparse.Namespace) -> None:
     for number in sorted({number for number in options.gpus if number > 1}, reverse=True):
         rows = str(options.out / "bandwidth.jsonl")
         spec = {"cases": [], "end": 0.0, "rows": rows, "context": 1, "bandwidth": True}
-        if failure := run_workers(0, number, options, spec):
+        if failure := run_workers(0, number, options, spec, threading.Event()):
             raise SystemExit(failure)
 
 
@@ -223,9 +258,19 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command. Return 1 if a case failed."""
+    """Run the command. Return 1 if a case failed, and 128 plus the number of a signal that stopped it."""
     options = parse(argv)
     options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        with raise_on_termination():
+            return run(options)
+    except KeyboardInterrupt as error:
+        print("stopped", file=sys.stderr)
+        return 128 + signal_number(error)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the command with these options. Return its exit code."""
     if options.action == "forecast":
         rows = [forecast(case, options.gpu) for case in cases(options.gpus)]
         (options.out / "forecast.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -55,8 +55,12 @@ def resume(options: argparse.Namespace) -> dict[str, Any]:
         speeds = [row["tokens_per_second"] for row in metrics(whole)[options.steps // 3 :]]
         run = folder / "stopped"
         with subprocess.Popen(train_command(case, options, run), stdout=subprocess.DEVNULL) as process:
-            while process.poll() is None and len(metrics(run)) < options.steps // 2:
-                time.sleep(POLL_SECONDS)
+            try:
+                while process.poll() is None and len(metrics(run)) < options.steps // 2:
+                    time.sleep(POLL_SECONDS)
+            except KeyboardInterrupt:
+                process.kill()  # and the kernel kills its ranks
+                raise
             process.send_signal(signal.SIGTERM)
         if process.returncode != STOPPED_CODE:
             # Without a checkpoint of the last step, resumed runs would repeat steps that were to be left out.

@@ -68,11 +68,11 @@ def _median_card(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _exposed(row: dict[str, Any]) -> str:
-    """Return the exposed communication of the rank that computes longest. Old rows have the profile of rank 0 only."""
+    """Return the exposed communication of the rank that waits least. Old rows have the profile of rank 0 only."""
     profiles = row.get("profile") or []
     profiles = profiles if isinstance(profiles, list) else [profiles]
-    slowest = max(profiles, key=lambda profile: profile["compute_ms"], default=None)
-    return "" if slowest is None else f"{slowest['exposed_ms']:.2f}"
+    # Not of the rank that computes longest: where all compute alike, one whose trace began earlier waits for others.
+    return f"{min(profile['exposed_ms'] for profile in profiles):.2f}" if profiles else ""
 
 
 def _bus(case: Case, rows: Sequence[dict[str, Any]]) -> str:

@@ -1,6 +1,6 @@
 """One process of the scaling benchmark: a GPU, which measures cases together with those of the other processes.
 
-    torchrun --standalone --nproc-per-node N -m benchmarks.scaling_worker SPEC
+    python -m benchmarks.scaling_launcher --standalone --nproc-per-node N -m benchmarks.scaling_worker SPEC
 
 The step is built and timed as by the probe (`probe/point.py`), so it is that of `deskside train` without its data
 loader, checkpoints and evaluation. One process group measures all cases in turn: starting another one takes longer than
@@ -28,6 +28,7 @@ from deskside.doctor.nvml import NvmlDevice, query
 from deskside.probe.point import StepTimer, memory_peaks, prepare_step, quantile, random_batches
 from deskside.train import environment_record, parallel
 from deskside.train.parallel import World
+from deskside.utils import launched
 
 WARMUP_STEPS = 5
 WARMUP_SECONDS = {"cuda": 1.5, "cpu": 0.0}  # the card reaches its power limit
@@ -195,6 +196,7 @@ def about(world: World) -> dict[str, Any]:
 
 def main() -> int:
     """Measure the cases of the specification, in this process of the group."""
+    launched.begin()
     spec = json.loads(Path(sys.argv[1]).read_text("utf-8"))
     world = parallel.init_distributed(spec["device"], "auto", context=spec["context"])
     facts = about(world)

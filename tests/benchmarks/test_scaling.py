@@ -1,10 +1,15 @@
 """The scaling benchmark, with two CPU processes in place of two GPUs."""
 
 import argparse
+import contextlib
 import json
 import math
+import os
+import signal
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +25,7 @@ from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.prepare import prepare
 from deskside.kernels.attention import BACKENDS
 from deskside.train.parallel import World
+from deskside.utils.signals import Interrupted
 from tests.train.tiny_run import ONE_THREAD, SHAPE, write_text
 
 
@@ -39,7 +45,7 @@ def test_a_forecast_and_its_error() -> None:
     expected = forecast(two, "h200")
     speed = expected["tokens_per_second"]
     assert expected["case"] == two.name and speed["low"] < speed["expected"] < speed["high"]
-    traces = [{"exposed_ms": 1.25, "compute_ms": 9.0}, {"exposed_ms": 3.0, "compute_ms": 7.0}]
+    traces = [{"exposed_ms": 3.0, "compute_ms": 9.0}, {"exposed_ms": 1.25, "compute_ms": 8.9}]
     rows = [
         {"case": case.name, **vars(case), "p10": p50 - 1, "p50": p50, "p90": p50 + 1, "peak_gib": [20.5, 20.0],
          "watts": [700.0] * case.gpus, "profile": traces}
@@ -95,7 +101,9 @@ class Workers:
         self.failing = ""
         monkeypatch.setattr(scaling, "run_workers", self.run)
 
-    def run(self, group: int, gpus: int, options: Any, spec: dict[str, Any]) -> str | None:
+    def run(
+        self, group: int, gpus: int, options: Any, spec: dict[str, Any], stopped: threading.Event
+    ) -> str | None:
         names = [case["row"]["case"] for case in spec["cases"]]
         self.started.append((group, names))
         card = ",".join(str(group * gpus + index) for index in range(gpus))
@@ -115,7 +123,7 @@ def test_after_ctrl_c_no_further_case_starts(tmp_path: Path, monkeypatch: pytest
     started: list[int] = []
     stopped = threading.Event()
 
-    def interrupted(group: int, gpus: int, options: Any, spec: dict[str, Any]) -> str:
+    def interrupted(group: int, gpus: int, options: Any, spec: dict[str, Any], event: threading.Event) -> str:
         started.append(group)
         stopped.set()  # as `measure` does when it is interrupted
         return "interrupted"
@@ -211,6 +219,68 @@ def test_a_run_that_was_not_stopped_is_not_resumed(
     with pytest.raises(SystemExit, match=f"ended with exit code {code}; .* ends with 143"):
         scaling.main([*words, "--folder", str(tmp_path)])
     assert not (tmp_path / "out" / "resume.json").exists()
+
+
+def test_the_run_of_an_interrupted_resume_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def command(case: Case, options: Any, run: Path) -> Sequence[str]:
+        return ["sleep", "0" if run.name == "whole" else "60"]
+
+    def metrics(run: Path) -> list[dict[str, Any]]:
+        if run.name == "stopped":
+            raise Interrupted(signal.SIGTERM)
+        return [{"step": step, "loss": 1.0, "tokens_per_second": 1.0} for step in range(4)]
+
+    monkeypatch.setattr(scaling_resume, "train_command", command)
+    monkeypatch.setattr(scaling_resume, "metrics", metrics)
+    began = time.monotonic()
+    words = ["resume", str(tmp_path / "out"), "--data", "D", "--gpus", "2", "--steps", "4"]
+    assert scaling.main([*words, "--folder", str(tmp_path)]) == 143
+    assert time.monotonic() - began < 30
+
+
+MEASURE = """
+import sys
+from benchmarks import scaling, scaling_cases
+scaling_cases.TOKENS, scaling_cases.PRESETS = 256, ("demo",)
+sys.exit(scaling.main(sys.argv[1:]))
+"""
+
+
+def processes_with(text: str) -> set[int]:
+    """Return the ids of the processes that still run with `text` in their command lines."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if text.encode() in (folder / "cmdline").read_bytes():
+                found.add(int(folder.name))
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_workers_end_with_the_command(number: signal.Signals, tmp_path: Path) -> None:
+    """The workers of a command that `timeout` had ended held two cards when the next command began."""
+    model = [f"--model.{key}={value}" for key, value in SHAPE.items()]
+    more = "--gpus 2 --only 2x256 --seconds 600 --batch.sequence_length 32 --compute.device cpu"
+    words = ["measure", str(tmp_path / "out"), *more.split(), "--compute.attention", "reference", *model]
+    # Their specification, which their command lines name, is in a folder of this test.
+    environment = {**os.environ, **ONE_THREAD, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-c", MEASURE, *words], env=environment) as process:
+        try:
+            end = time.monotonic() + 120
+            while len(started := processes_with(f"{tmp_path}/deskside-scaling-")) < 3:
+                assert process.poll() is None and time.monotonic() < end
+                time.sleep(0.1)
+            time.sleep(1)  # until torchrun has set its handlers
+            process.send_signal(number)
+            process.wait(60)
+        finally:
+            process.kill()
+    if number == signal.SIGTERM:
+        assert process.returncode == 143
+    else:  # the kernel ends the workers, after the command
+        while processes_with(f"{tmp_path}/deskside-scaling-") and time.monotonic() < end:
+            time.sleep(0.1)
+    assert len(started) == 3 and not processes_with(f"{tmp_path}/deskside-scaling-")
 
 
 @pytest.mark.full
