@@ -255,7 +255,8 @@ def ema_updates_per_step(config: AdamWConfig | MuonConfig) -> float:
 def _check_ema_nesterov(config: AdamWConfig | MuonConfig) -> None:
     if config.ema_nesterov and config.weights != "float32":
         raise ValueError(
-            f"ema_nesterov: its moves are too small for weights in {config.weights}; use --optim.weights float32"
+            "ema_nesterov: its moves are too small for bfloat16 weights, also those of 24bit; use --optim.weights "
+            "float32"
         )
     if config.ema_nesterov and config.ema_nesterov_start >= config.ema_nesterov_until:
         raise ValueError(

@@ -293,7 +293,9 @@ def _check_bfloat16_weights(config: RunConfig, weights: str) -> None:
             "the frozen weights)"
         )
     if config.precision.name == "fp32":
-        raise ValueError(f"optim.weights: {weights} does not suit precision fp32; use bf16, or float32 weights")
+        raise ValueError(
+            f"optim.weights: {weights} does not suit precision fp32; use bf16, or float32 weights"
+        )
     if config.parallel.mode == "shard":
         raise ValueError(
             f"optim.weights: {weights} weights cannot be sharded yet; use --parallel.mode replicate, or float32"

@@ -1,10 +1,11 @@
 """The AdamW update of `kernels/adamw.py` as one Triton kernel: every weight, gradient and moment is read once.
 
-Bytes per weight: 12 for weight (read, written) and gradient in float32, 6 in bfloat16, 8 with weights in 24 bits; and 2 (4 bits), 4 (8 bits),
-8 (bfloat16) or 16 (float32) for the two moments. 8-bit codes are decoded with a table of 256 values that stays in the
-L1 cache. They are encoded by arithmetic: comparisons with the six borders between decades give the decade, and a
-product gives the cell within it. A value within a rounding error of the border between two cells may get either code.
-4-bit codes of a first moment are decoded with a table of 16 values, and encoded by comparisons with the eight borders.
+Bytes per weight: 12 for weight (read, written) and gradient in float32, 6 in bfloat16, 8 with weights in 24 bits; and 2
+(4 bits), 4 (8 bits), 8 (bfloat16) or 16 (float32) for the two moments. 8-bit codes are decoded with a table of 256
+values that stays in the L1 cache. They are encoded by arithmetic: comparisons with the six borders between decades give
+the decade, and a product gives the cell within it. A value within a rounding error of the border between two cells may
+get either code. 4-bit codes of a first moment are decoded with a table of 16 values, and encoded by comparisons with
+the eight borders.
 """
 
 import math

@@ -108,12 +108,9 @@ def _update(entry, expert, row, column, rows, columns, U: tl.constexpr, ALIGNED:
 
 
 @triton.jit
-def _residuals(entry, expert, EXIST: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the address of an expert's residuals, whose strides are those of p, or None. entry: as in `_apply`."""
-    if EXIST:
-        return _pointer(entry + 19, tl.int8, ALIGNED) + expert * _multiple(entry + 6, ALIGNED)
-    else:
-        return None
+def _residuals(entry, expert, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the address of an expert's residuals, whose strides are those of p. entry: as in `_apply`."""
+    return _pointer(entry + 19, tl.int8, ALIGNED) + expert * _multiple(entry + 6, ALIGNED)
 
 
 @triton.jit(do_not_specialize=["step"])
@@ -137,7 +134,7 @@ def _apply(  # type: ignore[no-untyped-def]
     expert = tl.program_id(1).to(tl.int64)
     p_ptr = _pointer(entry + 3, P, ALIGNED) + expert * _multiple(entry + 6, ALIGNED)
     mask = (row < rows)[:, None] & (column < columns)[None, :]
-    residual_ptr = _residuals(entry, expert, RESIDUALS, ALIGNED)
+    residual_ptr = _residuals(entry, expert, ALIGNED) if RESIDUALS else None
     offsets = row[:, None] * _multiple(entry + 9, ALIGNED) + column[None, :]
     p = load_weight(p_ptr, residual_ptr, offsets, mask)
     u = _update(entry, expert, row, column, rows, columns, U, ALIGNED)
@@ -170,7 +167,7 @@ def _row_sums(  # type: ignore[no-untyped-def]
         return
     expert = tl.program_id(1).to(tl.int64)
     p_ptr = _pointer(entry + 3, P, ALIGNED) + expert * _multiple(entry + 6, ALIGNED)
-    residual_ptr = _residuals(entry, expert, RESIDUALS, ALIGNED)
+    residual_ptr = _residuals(entry, expert, ALIGNED) if RESIDUALS else None
     row_offsets = row[:, None] * _multiple(entry + 9, ALIGNED)
     scale = tl.load(entry + 14).to(tl.int32).to(tl.float32, bitcast=True)
     pp = tl.zeros((SIDE,), tl.float32)

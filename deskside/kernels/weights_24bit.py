@@ -23,7 +23,7 @@ MAGNITUDE = 0x7FFFFFFF
 
 
 def joined(p: Tensor, residual: Tensor | None, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the weights (n,) that bfloat16 weights and their residuals represent in this dtype; without residuals, `p`."""
+    """Return the weights that bfloat16 weights and their residuals represent, in this dtype; without residuals, p."""
     if residual is None:
         return p.to(dtype)
     bits = p.float().view(torch.int32) + (residual.to(torch.int32) << 8)
@@ -48,7 +48,7 @@ def split(x: Tensor, seed: int, first: int = 0) -> tuple[Tensor, Tensor]:
 def store_(
     p: Tensor, residual: Tensor | None, new: Tensor, skipped: Tensor, seed: int, first: int = 0
 ) -> None:
-    """Write new weights in place: rounded stochastically to 24 bits with residuals, or to bfloat16 if `p` has this type.
+    """Write new weights in place, rounded stochastically to 24 bits with residuals, or to bfloat16 if p has this type.
 
     p, residual, new: of one shape. skipped: boolean scalar on the device; if it is True, nothing changes.
     """
