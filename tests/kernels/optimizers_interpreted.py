@@ -268,5 +268,5 @@ def _bits_away(a: list[Tensor], *others: list[Tensor]) -> float:
 
 def _relative(a: list[Tensor], b: list[Tensor]) -> float:
     """Return the largest difference of 24-bit weights, relative to them."""
-    x, y = (joined(*pair, torch.float64) for pair in (a, b))
+    x, y = (joined(pair[0], pair[1], torch.float64) for pair in (a, b))
     return float(((x - y).abs() / (y.abs() + 1e-3)).max())
