@@ -140,6 +140,13 @@ def test_24_bits_are_a_byte_more_on_the_gpu(optimizer: Any, states: str) -> None
         for weights in ("bfloat16", "24bit")
     ]
     assert peaks[1] - peaks[0] == pytest.approx(large, abs=2)
+    times = [
+        step_seconds(
+            SHAPE, spec(optimizer, states, weights=weights), Rates(matmul_flops=700e12, bandwidth=4e12)
+        )
+        for weights in ("float32", "24bit", "bfloat16")
+    ]
+    assert times[0]["optimizer"] > times[1]["optimizer"] > times[2]["optimizer"]
     if optimizer == "muon":  # the checkpoint of a replica also has what others own
         shared = StepSpec(128, 2048, 512, optimizer="muon", states=states, weights="24bit", gpus=4)
         assert checkpoint_bytes(SHAPE, shared) == pytest.approx(saved[1], abs=8)
