@@ -21,7 +21,7 @@ def cached_weights(sizes: Sizes) -> float:
     formats, other weights of the blocks in BF16, and W and W^T of an FP8 head."""
     spec = sizes.spec
     low, high = weight_copies(spec.precision, spec.native), weight_copies("bf16", spec.native)
-    if spec.weights == "bfloat16":
+    if spec.weights != "float32":
         high = 0.0
     share = spec.quantized_share(sizes.shape.num_hidden_layers)
     per_weight: float = low

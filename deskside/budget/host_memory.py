@@ -46,7 +46,8 @@ def checkpoint_bytes(shape: Shape, spec: StepSpec) -> int:
     else:
         weights = spec.weight_bytes * (s.block_weights + s.root_weights) + 4 * s.vectors
     states = state_bytes(s)
-    others = states.matrices * (update_shares(spec) - 1)  # of matrices that other replicas update
+    own = states.matrices + states.matrix_residuals
+    others = own * (update_shares(spec) - 1)  # of matrices that other replicas update
     return int(weights / s.shards + states.total + others + average_bytes(s))
 
 

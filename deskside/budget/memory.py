@@ -156,7 +156,7 @@ def _full_training(s: Sizes) -> dict[str, Items]:
 
     # Converted weights: kept from forward to backward by autograd, or from step to step by the cache.
     copies = lasting_copies = 0.0
-    head_copy = 0.0 if fp32 or spec.weights == "bfloat16" else 2 * s.vocabulary * s.hidden
+    head_copy = 0.0 if fp32 or spec.weights != "float32" else 2 * s.vocabulary * s.hidden
     if has_weight_cache(spec):
         copies = lasting_copies = cached_weights(s)
         if spec.fp8_head:  # the cache includes W and W^T of the head
@@ -349,7 +349,7 @@ def _muon_stack_bytes(sizes: Sizes) -> float:
     spec = sizes.spec
     if spec.optimizer != "muon" or spec.gradients == "released":
         return 0.0
-    if spec.gradients == "host" or (spec.offload_optimizer and spec.weights == "bfloat16"):
+    if spec.gradients == "host" or (spec.offload_optimizer and spec.weights != "float32"):
         return muon_bytes(sizes)
     mlp_width = max(sizes.shape.intermediate_size, sizes.shape.moe_intermediate_size)
     stack = max(STACK_WEIGHTS, sizes.shape.hidden_size * mlp_width)

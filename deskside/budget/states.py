@@ -29,13 +29,14 @@ MUON_STATE_BYTES: dict[StateFormat, float] = {"float32": 4, "bfloat16": 2, "8bit
 EMA_BYTES = 4  # per trained weight: the moving average of EMA-Nesterov is in float32, on the GPU
 AVERAGE_BYTES = 4  # per trained weight: the average of the weights is in float32
 MASTER_BYTES = 4  # more per weight with float32 copies of weights in bfloat16, for AdamW
+RESIDUAL_BYTES = 1  # more per weight in 24 bits: what bfloat16 leaves of it, always on the GPU
 
 
 @dataclass(frozen=True)
 class StateBytes:
     """Bytes of one GPU's optimizer state of block matrices, tables (embeddings, head) and vectors (norms, biases).
 
-    ema: the moving average of all weights for EMA-Nesterov.
+    ema: the moving average of all weights for EMA-Nesterov. matrix_residuals, table_residuals: of weights in 24 bits.
     """
 
     matrices: float
@@ -43,10 +44,17 @@ class StateBytes:
     vectors: float
     max_bytes_per_weight: float
     ema: float = 0.0
+    matrix_residuals: float = 0.0
+    table_residuals: float = 0.0
 
     @property
     def total(self) -> float:
-        return self.matrices + self.tables + self.vectors + self.ema
+        return self.matrices + self.tables + self.on_gpu
+
+    @property
+    def on_gpu(self) -> float:
+        """Bytes that stay on the GPU when the state is offloaded, without the streaming buffers."""
+        return self.vectors + self.ema + self.matrix_residuals + self.table_residuals
 
     @property
     def streamed(self) -> float:
@@ -72,6 +80,7 @@ def state_bytes(sizes: Sizes) -> StateBytes:
             max_bytes_per_weight=adamw,
             ema=_ema_bytes(sizes),
         )
+    residual = RESIDUAL_BYTES if spec.weights == "24bit" else 0
     per_matrix_weight = MUON_STATE_BYTES[spec.states] if spec.optimizer == "muon" else adamw
     return StateBytes(
         matrices=per_matrix_weight * sizes.block_weights / (sizes.shards * update_shares(spec)),
@@ -79,6 +88,8 @@ def state_bytes(sizes: Sizes) -> StateBytes:
         vectors=8 * sizes.leaf("weights of norms and biases", sizes.vectors) / sizes.shards,
         max_bytes_per_weight=sizes.leaf("bytes of a weight's state", max(per_matrix_weight, adamw)),
         ema=_ema_bytes(sizes),
+        matrix_residuals=residual * sizes.block_weights / (sizes.shards * update_shares(spec)),
+        table_residuals=residual * sizes.root_weights / sizes.shards,
     )
 
 
@@ -89,7 +100,7 @@ def _ema_bytes(sizes: Sizes) -> float:
 def gpu_state_bytes(sizes: Sizes) -> float:
     """Return the bytes of optimizer state on one GPU. Offloaded state counts only with its streaming buffers."""
     state = state_bytes(sizes)
-    return state.vectors + state.ema + state.buffers if sizes.spec.offload_optimizer else state.total
+    return state.on_gpu + state.buffers if sizes.spec.offload_optimizer else state.total
 
 
 def average_bytes(sizes: Sizes) -> float:

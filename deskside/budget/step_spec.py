@@ -9,7 +9,8 @@ Checkpointing = Literal["none", "attention", "mlp", "block"]
 OptimizerName = Literal["muon", "adamw"]
 CopyLifetime = Literal["pass", "step", "use"]
 StateFormat = Literal["float32", "bfloat16", "8bit", "4bit"]
-WeightFormat = Literal["float32", "bfloat16"]
+WeightFormat = Literal["float32", "bfloat16", "24bit"]
+GradientFormat = Literal["float32", "bfloat16"]
 AveragePlace = Literal["none", "device", "host"]
 GradientPlace = Literal["device", "host", "released"]
 
@@ -46,7 +47,8 @@ class StepOptions:
             a pass.
         compiled: Blocks without fused sublayers are compiled by torch.compile.
         loss_chunk_tokens: Tokens whose logits exist at the same time.
-        weights: Format of the stored weights and of their gradients; norms and biases are always float32.
+        weights: Format of the stored weights; norms and biases are always float32. Gradients are in float32 with
+            float32 weights, else in bfloat16.
         states: Format of the optimizer states.
         offload_optimizer: Optimizer states are in host memory and are streamed through the GPU at each step.
         master_weights: Offloaded states have float32 copies of the weights.
@@ -83,7 +85,7 @@ class StepOptions:
     gradients: GradientPlace = "device"
     row_sums: bool = False
     ema_updates: float = 0.0
-    gradient_dtype: WeightFormat = "float32"
+    gradient_dtype: GradientFormat = "float32"
     average: AveragePlace = "none"
     averages_per_step: float = 0.0
     dropout: bool = False
@@ -131,8 +133,8 @@ class StepSpec(StepOptions):
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of a stored weight, and of its gradient."""
-        return 2 if self.weights == "bfloat16" else 4
+        """Bytes of a weight, without a residual of 24 bits, and of its gradient."""
+        return 4 if self.weights == "float32" else 2
 
     @property
     def fused(self) -> bool:

@@ -26,7 +26,8 @@ Weights = Annotated[
     WeightFormat,
     Field(
         description="format of the stored matrices and of their gradients: float32, or bfloat16, to which updates and "
-        "sums of gradients are rounded stochastically (arXiv 2010.06192)"
+        "sums of gradients are rounded stochastically (arXiv 2010.06192); 24bit: bfloat16, with 8 more bits of each "
+        "weight for the update, which is rounded 256 times as finely (the idea of arXiv 2005.04680)"
     ),
 ]
 Offload = Annotated[
@@ -252,9 +253,10 @@ def ema_updates_per_step(config: AdamWConfig | MuonConfig) -> float:
 
 
 def _check_ema_nesterov(config: AdamWConfig | MuonConfig) -> None:
-    if config.ema_nesterov and config.weights == "bfloat16":
+    if config.ema_nesterov and config.weights != "float32":
         raise ValueError(
-            "ema_nesterov: its moves are too small for weights in bfloat16; use --optim.weights float32"
+            "ema_nesterov: its moves are too small for bfloat16 weights, also those of 24bit; use --optim.weights "
+            "float32"
         )
     if config.ema_nesterov and config.ema_nesterov_start >= config.ema_nesterov_until:
         raise ValueError(

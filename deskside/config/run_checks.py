@@ -43,8 +43,8 @@ def check_parts_together(config: RunConfig) -> None:
         _check_fine_tuning(config)
     if config.precision.quantized:
         _check_precision(config)
-    if config.optim.weights == "bfloat16":
-        _check_bfloat16_weights(config)
+    if config.optim.weights != "float32":
+        _check_bfloat16_weights(config, config.optim.weights)
     if config.optim.gradients != "device":
         _check_gradients(config)
     _check_row_factors(config)
@@ -142,7 +142,10 @@ def _check_tied_until(config: RunConfig) -> None:
             config.parallel.mode == "shard",
             "is not supported with sharded weights; use --parallel.mode replicate",
         ),
-        (config.optim.weights != "float32", "is not supported with --optim.weights bfloat16; use float32"),
+        (
+            config.optim.weights != "float32",
+            f"is not supported with --optim.weights {config.optim.weights}; use float32",
+        ),
         (config.optim.offload, "is not supported with --optim.offload true; leave one of them out"),
         (config.optim.gradients != "device", "needs --optim.gradients device"),
     )
@@ -231,9 +234,9 @@ def _check_cuda_graph(config: RunConfig) -> None:
             f"is not supported with the layers of {precision.backend}; use --precision.backend deskside, or {off}",
         ),
         (
-            optim.weights == "bfloat16",
-            "would repeat the rounding of gradients of bfloat16 weights in every step; use --optim.weights float32, "
-            f"or {off}",
+            optim.weights != "float32",
+            f"would repeat the rounding of gradients of {optim.weights} weights in every step; use --optim.weights "
+            f"float32, or {off}",
         ),
         (
             optim.gradients != "device",
@@ -282,18 +285,20 @@ def _check_context_parallel(config: RunConfig) -> None:
     _refuse("parallel.context", unsupported)
 
 
-def _check_bfloat16_weights(config: RunConfig) -> None:
-    """Raise ValueError, with the key and the remedy, if this run cannot store its weights in bfloat16."""
+def _check_bfloat16_weights(config: RunConfig, weights: str) -> None:
+    """Raise ValueError, with the key and the remedy, if this run cannot store weights in bfloat16, or in 24 bits."""
     if config.adapter is not None:
         raise ValueError(
             "optim.weights: adapters are few and stay in float32; use float32 (--adapter.base has the format of "
             "the frozen weights)"
         )
     if config.precision.name == "fp32":
-        raise ValueError("optim.weights: bfloat16 does not suit precision fp32; use bf16, or float32 weights")
+        raise ValueError(
+            f"optim.weights: {weights} does not suit precision fp32; use bf16, or float32 weights"
+        )
     if config.parallel.mode == "shard":
         raise ValueError(
-            "optim.weights: bfloat16 weights cannot be sharded yet; use --parallel.mode replicate, or float32"
+            f"optim.weights: {weights} weights cannot be sharded yet; use --parallel.mode replicate, or float32"
         )
     if config.precision.accumulate == "fused":
         raise ValueError(

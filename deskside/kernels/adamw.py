@@ -19,7 +19,7 @@ from deskside.kernels.adamw_state import (
     quantize,
 )
 from deskside.kernels.functional import at_least_float32
-from deskside.kernels.stochastic_rounding import round_to_bfloat16
+from deskside.kernels.weights_24bit import joined, store_
 
 
 def adamw_update(
@@ -33,8 +33,10 @@ def adamw_update(
     factor: Tensor | None = None,
     seed: int = 0,
     first: int = 0,
+    residual: Tensor | None = None,
 ) -> None:
-    """Update the flat weights `p` and their moments in place. Weights in bfloat16 are rounded stochastically.
+    """Update the flat weights `p` and their moments in place. Weights in 24 bits and in bfloat16 are rounded
+    stochastically.
 
     p, g: weights and gradient, (n,), contiguous.
     state: EXP_AVG and EXP_AVG_SQ (n,), in float32 (float64 for float64 weights) or bfloat16; or uint8 codes with
@@ -46,11 +48,12 @@ def adamw_update(
     fused: run the Triton kernel.
     factor: float32 scalar on the device that the gradient is multiplied by first; None is 1.
     seed, first: of the rounding, and the index of p[0] in its tensor (`stochastic_rounding.py`).
+    residual: of weights in 24 bits (`weights_24bit.py`), (n,) int8, updated in place.
     """
     if fused:
         from deskside.kernels.adamw_triton import launch
 
-        launch(p, g, state, step, skip, hparams, factor, seed, first)
+        launch(p, g, state, step, skip, hparams, factor, seed, first, residual)
         torch.autograd.graph.increment_version(p)  # so that cached conversions of the weight are renewed
         return
     n = p.numel()
@@ -70,14 +73,12 @@ def adamw_update(
     update = (m / bias_correction1) / ((v / bias_correction2).sqrt() + hparams.eps)
     skipped = skip > 0
     decay = hparams.lr * hparams.weight_decay
+    new = joined(p, residual, m.dtype)
     if hparams.cautious:
-        new = p.to(m.dtype)
         new = new - torch.where(update * new >= 0, decay * new, 0.0) - hparams.lr * update
     else:
-        new = p.to(m.dtype) * (1 - decay) - hparams.lr * update
-    if p.dtype == torch.bfloat16:
-        new = round_to_bfloat16(new, seed, first)
-    p.copy_(torch.where(skipped, p, new))
+        new = new * (1 - decay) - hparams.lr * update
+    store_(p, residual, new, skipped, seed, first)
     new_state = {EXP_AVG: m, EXP_AVG_SQ: v}
     if bits == 4:
         new_state[EXP_AVG], new_state[EXP_AVG_MAX] = adamw_4bit.quantize_first(m)

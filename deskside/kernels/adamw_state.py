@@ -22,6 +22,7 @@ DECADES = 7
 SMALLEST_MAX = 2.0**-126  # a block whose largest value is below float32's normal range counts as zero
 EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
 MASTER = "master"  # a float32 copy of a weight in bfloat16
+RESIDUAL = "residual"  # the last 8 bits of a weight in 24 bits (`weights_24bit.py`)
 EXP_AVG_MAX, EXP_AVG_SQ_MAX = "exp_avg_max", "exp_avg_sq_max"
 
 

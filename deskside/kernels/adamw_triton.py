@@ -1,10 +1,11 @@
 """The AdamW update of `kernels/adamw.py` as one Triton kernel: every weight, gradient and moment is read once.
 
-Bytes per weight: 12 for weight (read, written) and gradient in float32, or 6 in bfloat16; and 2 (4 bits), 4 (8 bits),
-8 (bfloat16) or 16 (float32) for the two moments. 8-bit codes are decoded with a table of 256 values that stays in the
-L1 cache. They are encoded by arithmetic: comparisons with the six borders between decades give the decade, and a
-product gives the cell within it. A value within a rounding error of the border between two cells may get either code.
-4-bit codes of a first moment are decoded with a table of 16 values, and encoded by comparisons with the eight borders.
+Bytes per weight: 12 for weight (read, written) and gradient in float32, 6 in bfloat16, 8 with weights in 24 bits; and 2
+(4 bits), 4 (8 bits), 8 (bfloat16) or 16 (float32) for the two moments. 8-bit codes are decoded with a table of 256
+values that stays in the L1 cache. They are encoded by arithmetic: comparisons with the six borders between decades give
+the decade, and a product gives the cell within it. A value within a rounding error of the border between two cells may
+get either code. 4-bit codes of a first moment are decoded with a table of 16 values, and encoded by comparisons with
+the eight borders.
 """
 
 import math
@@ -25,7 +26,7 @@ from deskside.kernels.adamw_state import (
     bits_of,
     dynamic_map,
 )
-from deskside.kernels.random_triton import rounded_to
+from deskside.kernels.weights_24bit_triton import load_weight, store_weight
 
 SMALLEST = tl.constexpr(SMALLEST_MAX)
 BLOCKS_PER_PROGRAM = 8  # of 256 weights each
@@ -98,12 +99,12 @@ def _maximum(a, b):  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["seed", "first"])
 def _adamw(  # type: ignore[no-untyped-def]
     p_ptr, g_ptr, m_ptr, v_ptr, m_max_ptr, v_max_ptr, m_map_ptr, v_map_ptr, step_ptr, skip_ptr, factor_ptr,
-    lr, decay, one_minus_beta1, one_minus_beta2, log2_beta1, log2_beta2, eps, n, seed, first,
+    residual_ptr, lr, decay, one_minus_beta1, one_minus_beta2, log2_beta1, log2_beta2, eps, n, seed, first,
     BITS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, CAUTIOUS: tl.constexpr,
 ):  # fmt: skip
     """Update ROWS blocks of WIDTH weights per program.
 
-    decay: lr x weight_decay. factor_ptr: as in `adamw_update`. BITS: of a moment. CAUTIOUS: of the decay.
+    decay: lr x weight_decay. factor_ptr, residual_ptr: as in `adamw_update`. BITS: of a moment. CAUTIOUS: of the decay.
     """
     if tl.load(skip_ptr) > 0:
         return
@@ -111,7 +112,7 @@ def _adamw(  # type: ignore[no-untyped-def]
     offsets = row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     mask = offsets < n
     row_mask = row * WIDTH < n
-    p = tl.load(p_ptr + offsets, mask, 0.0).to(tl.float32)
+    p = load_weight(p_ptr, residual_ptr, offsets, mask)
     g = tl.load(g_ptr + offsets, mask, 0.0).to(tl.float32)
     if factor_ptr is not None:
         g *= tl.load(factor_ptr)
@@ -138,7 +139,7 @@ def _adamw(  # type: ignore[no-untyped-def]
         p -= tl.where(update * p >= 0, p * decay, 0.0) + lr * update
     else:
         p -= p * decay + lr * (m / bias_correction1) / (tl.sqrt(v / bias_correction2) + eps)
-    tl.store(p_ptr + offsets, rounded_to(p, first + offsets, seed, p_ptr.dtype.element_ty), mask)
+    store_weight(p_ptr, residual_ptr, p, offsets, mask, first + offsets, seed)
     if BITS <= 8:
         m_max, v_max = tl.reduce(tl.abs(m), 1, _maximum), tl.reduce(v, 1, _maximum)
         tl.store(m_max_ptr + row, m_max, row_mask)
@@ -167,6 +168,7 @@ def launch(
     factor: Tensor | None,
     seed: int = 0,
     first: int = 0,
+    residual: Tensor | None = None,
 ) -> None:
     """See `kernels.adamw.adamw_update`."""
     n = p.numel()
@@ -178,7 +180,7 @@ def launch(
     width = adamw_4bit.BLOCK if bits == 4 else BLOCK
     rows = BLOCKS_PER_PROGRAM * BLOCK // width
     _adamw[(triton.cdiv(n, rows * width),)](
-        p, g, state[EXP_AVG], state[EXP_AVG_SQ], *scales, *maps, step, skip, factor,
+        p, g, state[EXP_AVG], state[EXP_AVG_SQ], *scales, *maps, step, skip, factor, residual,
         hparams.lr, hparams.lr * hparams.weight_decay, *(1 - beta for beta in hparams.betas),
         *(_log2(beta) for beta in hparams.betas), hparams.eps, n, seed, first,
         BITS=bits, ROWS=rows, WIDTH=width, CAUTIOUS=hparams.cautious,

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from deskside.kernels.functional import at_least_float32
-from deskside.kernels.stochastic_rounding import round_to_bfloat16
+from deskside.kernels.weights_24bit import joined, store_
 
 
 class PointerTable:
@@ -54,8 +54,8 @@ class Update:
     """Tensors of one slice for `apply`, each (experts, rows, columns).
 
     factors: a view, constant along rows or along columns (its stride there is 0). scale: of the learning rate.
-    seed: of the stochastic rounding of weights in bfloat16 at step 0, by the element's index in this slice.
-    row_factors: (2, experts, rows), of p and of u, or None.
+    seed: of the stochastic rounding of weights in 24 bits or bfloat16 at step 0, by the element's index in this slice.
+    row_factors: (2, experts, rows), of p and of u, or None. residual: of p in 24 bits, with the strides of p, or None.
     """
 
     p: Tensor
@@ -64,6 +64,7 @@ class Update:
     scale: float = 1.0
     seed: int = 0
     row_factors: Tensor | None = None
+    residual: Tensor | None = None
 
     @property
     def scaled(self) -> Tensor:
@@ -114,7 +115,7 @@ def row_sums(slices: Sequence[Update], table: PointerTable | None = None) -> Ten
     first = slices[0].factors
     sums = torch.zeros((len(slices), 3, experts, rows), dtype=first.dtype, device=first.device)
     for s, out in zip(slices, sums, strict=True):
-        p, v = s.p.to(first.dtype), s.scaled
+        p, v = joined(s.p, s.residual, first.dtype), s.scaled
         for part, product in zip(out, (p * p, p * v, v * v), strict=True):
             part[: p.shape[0], : p.shape[1]] = product.sum(dim=-1)
     return sums
@@ -142,7 +143,7 @@ def apply(
         kernel(slices, lr, weight_decay, cautious, skip, step, table)
         return
     for s in slices:
-        p = s.p.to(s.factors.dtype)
+        p = joined(s.p, s.residual, s.factors.dtype)
         u = s.u.to(p.dtype) * s.factors
         decay = weight_decay * p
         if cautious:
@@ -152,6 +153,4 @@ def apply(
         else:
             of_p, of_u = s.row_factors[..., None]
             new = of_p * p - of_u * (lr * s.scale * u) - decay
-        if s.p.dtype == torch.bfloat16:
-            new = round_to_bfloat16(new.flatten(), s.seed + step).view_as(p).to(p.dtype)
-        s.p.copy_(torch.where(skip > 0, p, new))
+        store_(s.p, s.residual, new, skip > 0, s.seed + step)

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deskside.kernels.muon import Direction, PointerTable, Update
-from deskside.kernels.random_triton import rounded_to
+from deskside.kernels.weights_24bit_triton import load_weight, store_weight
 
 TILE = 64
 WIDTH = 20  # integers in a row of a table
@@ -107,17 +107,23 @@ def _update(entry, expert, row, column, rows, columns, U: tl.constexpr, ALIGNED:
     return u * tl.where(tl.load(entry + 12) != 0, along_columns[None, :], along_rows[:, None])
 
 
+@triton.jit
+def _residuals(entry, expert, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the address of an expert's residuals, whose strides are those of p. entry: as in `_apply`."""
+    return _pointer(entry + 19, tl.int8, ALIGNED) + expert * _multiple(entry + 6, ALIGNED)
+
+
 @triton.jit(do_not_specialize=["step"])
 def _apply(  # type: ignore[no-untyped-def]
     TABLE, skip_ptr, lr, weight_decay, step,
-    P: tl.constexpr, U: tl.constexpr, CAUTIOUS: tl.constexpr, ROW_FACTORS: tl.constexpr, ALIGNED: tl.constexpr,
-    WIDTH: tl.constexpr, SIDE: tl.constexpr,
+    P: tl.constexpr, U: tl.constexpr, CAUTIOUS: tl.constexpr, ROW_FACTORS: tl.constexpr, RESIDUALS: tl.constexpr,
+    ALIGNED: tl.constexpr, WIDTH: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
-    """Update one tile of weights. P, U: types. ROW_FACTORS: whether there are any.
+    """Update one tile of weights. P, U: types. ROW_FACTORS, RESIDUALS: whether there are any.
 
     TABLE: experts, rows, columns; addresses of p, u, factors; their strides of experts; those of p's rows, of u along
     its slower dimension, of factors along rows and columns; 1 if u is transposed; bits of the scale; the seed; the
-    address of the row factors, and their strides from those of p to those of u and of experts.
+    address of the row factors, and their strides from those of p to those of u and of experts; that of the residuals.
     """
     if tl.load(skip_ptr) > 0:
         return
@@ -128,8 +134,9 @@ def _apply(  # type: ignore[no-untyped-def]
     expert = tl.program_id(1).to(tl.int64)
     p_ptr = _pointer(entry + 3, P, ALIGNED) + expert * _multiple(entry + 6, ALIGNED)
     mask = (row < rows)[:, None] & (column < columns)[None, :]
-    p_ptrs = p_ptr + row[:, None] * _multiple(entry + 9, ALIGNED) + column[None, :]
-    p = tl.load(p_ptrs, mask, 0.0).to(tl.float32)
+    residual_ptr = _residuals(entry, expert, ALIGNED) if RESIDUALS else None
+    offsets = row[:, None] * _multiple(entry + 9, ALIGNED) + column[None, :]
+    p = load_weight(p_ptr, residual_ptr, offsets, mask)
     u = _update(entry, expert, row, column, rows, columns, U, ALIGNED)
     decay = weight_decay * p
     if CAUTIOUS:
@@ -143,13 +150,14 @@ def _apply(  # type: ignore[no-untyped-def]
     else:
         p = p - lr * scale * u - decay
     element = (expert * rows + row[:, None]) * columns + column[None, :]
-    tl.store(p_ptrs, rounded_to(p, element, tl.load(entry + 15) + step, P), mask)
+    store_weight(p_ptr, residual_ptr, p, offsets, mask, element, tl.load(entry + 15) + step)
 
 
 @triton.jit
 def _row_sums(  # type: ignore[no-untyped-def]
     TABLE, OUT, stride,
-    P: tl.constexpr, U: tl.constexpr, ALIGNED: tl.constexpr, WIDTH: tl.constexpr, SIDE: tl.constexpr,
+    P: tl.constexpr, U: tl.constexpr, RESIDUALS: tl.constexpr, ALIGNED: tl.constexpr, WIDTH: tl.constexpr,
+    SIDE: tl.constexpr,
 ):  # fmt: skip
     """Sum over SIDE rows. OUT: (slices, 3, experts, stride). TABLE: as in `_apply`."""
     entry = TABLE + tl.program_id(2) * WIDTH
@@ -159,7 +167,8 @@ def _row_sums(  # type: ignore[no-untyped-def]
         return
     expert = tl.program_id(1).to(tl.int64)
     p_ptr = _pointer(entry + 3, P, ALIGNED) + expert * _multiple(entry + 6, ALIGNED)
-    p_ptrs = p_ptr + row[:, None] * _multiple(entry + 9, ALIGNED)
+    residual_ptr = _residuals(entry, expert, ALIGNED) if RESIDUALS else None
+    row_offsets = row[:, None] * _multiple(entry + 9, ALIGNED)
     scale = tl.load(entry + 14).to(tl.int32).to(tl.float32, bitcast=True)
     pp = tl.zeros((SIDE,), tl.float32)
     pv = tl.zeros((SIDE,), tl.float32)
@@ -167,7 +176,7 @@ def _row_sums(  # type: ignore[no-untyped-def]
     for start in range(0, columns, SIDE):
         column = start + tl.arange(0, SIDE)
         mask = (row < rows)[:, None] & (column < columns)[None, :]
-        p = tl.load(p_ptrs + column[None, :], mask, 0.0).to(tl.float32)
+        p = load_weight(p_ptr, residual_ptr, row_offsets + column[None, :], mask)
         v = scale * _update(entry, expert, row, column, rows, columns, U, ALIGNED)
         pp += tl.sum(p * p, 1)
         pv += tl.sum(p * v, 1)
@@ -218,7 +227,8 @@ def apply(
     _apply[_grid([s.p for s in slices])](
         _on_device(table, rows, skip.device), skip, lr, weight_decay, step,
         P=TYPES[first.p.dtype], U=TYPES[first.u.dtype], CAUTIOUS=cautious,
-        ROW_FACTORS=first.row_factors is not None, ALIGNED=aligned, WIDTH=WIDTH, SIDE=TILE,
+        ROW_FACTORS=first.row_factors is not None, RESIDUALS=first.residual is not None,
+        ALIGNED=aligned, WIDTH=WIDTH, SIDE=TILE,
     )  # fmt: skip
 
 
@@ -230,7 +240,8 @@ def row_sums(slices: Sequence[Update], table: PointerTable) -> Tensor:
     rows, aligned = _update_rows(slices)
     _row_sums[(triton.cdiv(longest, TILE), experts, len(slices))](
         _on_device(table, rows, sums.device), sums, longest,
-        P=TYPES[first.p.dtype], U=TYPES[first.u.dtype], ALIGNED=aligned, WIDTH=WIDTH, SIDE=TILE,
+        P=TYPES[first.p.dtype], U=TYPES[first.u.dtype], RESIDUALS=first.residual is not None,
+        ALIGNED=aligned, WIDTH=WIDTH, SIDE=TILE,
     )  # fmt: skip
     return sums
 
@@ -241,9 +252,10 @@ def _update_rows(slices: Sequence[Update]) -> tuple[list[list[int]], bool]:
     for s in slices:
         strides = [s.p.stride(1), max(s.u.stride()[1:]), *_factor_strides(s.factors)]
         scale = struct.unpack("<i", struct.pack("<f", s.scale))[0]
-        row_factors = [] if s.row_factors is None else [s.row_factors.data_ptr(), *s.row_factors.stride()[:2]]
-        rows.append([*_row(s.p, s.u, s.factors), *strides, _transposed(s.u), scale, s.seed, *row_factors])
-    aligned = all(value % 16 == 0 for row in rows for value in (*row[1:5], *row[6:8], *row[9:11]))
+        own = [0] * 3 if s.row_factors is None else [s.row_factors.data_ptr(), *s.row_factors.stride()[:2]]
+        residual = 0 if s.residual is None else s.residual.data_ptr()
+        rows.append([*_row(s.p, s.u, s.factors), *strides, _transposed(s.u), scale, s.seed, *own, residual])
+    aligned = all(value % 16 == 0 for row in rows for value in (*row[1:5], *row[6:8], *row[9:11], row[19]))
     return rows, aligned
 
 

@@ -34,6 +34,7 @@ from deskside.kernels.adamw_state import (
     EXP_AVG_SQ,
     EXP_AVG_SQ_MAX,
     MASTER,
+    RESIDUAL,
     AdamWHyperparameters,
     num_blocks,
     zero_code,
@@ -71,6 +72,7 @@ class AdamW:
     cautious: decay only weights that the update moves towards zero (arXiv 2510.12402).
     masters: with a streamer, keep a float32 copy of each weight in bfloat16 in its state. The copy is updated, and the
         weight is its nearest value.
+    residuals: weights in bfloat16 have 8 more bits in their state, always on the device (`kernels/weights_24bit.py`).
     clip_coefficient: factor of the gradients in the next step, for parameters with `clips_gradient`; None means 1.
     rounding_step: number of completed steps, of which the rounding of weights in bfloat16 is a function.
     """
@@ -85,9 +87,10 @@ class AdamW:
         fused: bool | None = None,
         masters: bool = False,
         cautious: bool = False,
+        residuals: bool = False,
     ):
         self.groups, self.cautious = groups, cautious
-        self.masters = masters
+        self.masters, self.residuals = masters, residuals
         self.betas = betas
         self.eps = eps
         self.states = states
@@ -104,7 +107,7 @@ class AdamW:
             for info in group.parameters:
                 if info.name not in self.state and info.name in names:
                     step = torch.zeros((), dtype=torch.float32, device=local(info.parameter).device)
-                    state = self._zero_moments(info.parameter) | self._master(info.parameter)
+                    state = self._zero_moments(info.parameter) | self._more_bits(info.parameter)
                     self.state[info.name] = state | {STEP: step}
 
     def step(self, skip: Tensor | None, names: Container[str] = EVERYTHING) -> None:
@@ -161,10 +164,12 @@ class AdamW:
             EXP_AVG_SQ_MAX: self._zeros(parameter, (blocks,), torch.float32),
         }
 
-    def _master(self, parameter: Tensor) -> dict[str, Tensor]:
-        if not self.masters or parameter.dtype != torch.bfloat16:
-            return {}
-        return {MASTER: self._zeros(parameter, parameter.shape, torch.float32).copy_(parameter.detach())}
+    def _more_bits(self, parameter: Tensor) -> dict[str, Tensor]:
+        if parameter.dtype == torch.bfloat16 and self.residuals:
+            return {RESIDUAL: torch.zeros_like(parameter, dtype=torch.int8, requires_grad=False)}
+        if parameter.dtype == torch.bfloat16 and self.masters:
+            return {MASTER: self._zeros(parameter, parameter.shape, torch.float32).copy_(parameter.detach())}
+        return {}
 
     def _zeros(self, parameter: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         if self.streamer is not None:
@@ -220,6 +225,7 @@ class AdamW:
     ) -> Iterator[OffloadJob]:
         p, g = local(info.parameter.detach()).view(-1), local(gradient_of(info)).reshape(-1)
         state = {key: local(t).view(-1) for key, t in self.state[info.name].items() if key != STEP}
+        residual = state.pop(RESIDUAL, None)
         fused, clip_coefficient = self._fused(info.parameter), self.clip_coefficient
         seed = rounding_seed(info.name, self.rounding_step)
 
@@ -237,6 +243,7 @@ class AdamW:
                 clip_coefficient,
                 seed,
                 part.start,
+                None if residual is None else residual[part],
             )
             if master is not None:
                 p[part].copy_(master)

@@ -317,14 +317,16 @@ def build(
             AdamWGroup("scalar", with_role("vector"), config.scalar_lr * scaling.lr, 0.0),
         ]
         # With momentum in host memory, Muon computes float32 directions of all weights that it updates together.
-        one_by_one = bool(separate) or (config.offload and config.weights == "bfloat16")
+        one_by_one = bool(separate) or (config.offload and config.weights != "float32")
         muon = Muon(with_role("matrix"), config, streamer, fused, one_by_one, replicas)
         muon.peak_lr = config.lr * scaling.lr
         muon.peak_weight_decay = config.weight_decay * scaling.weight_decay
     groups = [group for group in groups if group.parameters]
     masters = isinstance(config, AdamWConfig) and config.master_weights
-    cautious = config.cautious_weight_decay
-    adamw = AdamW(groups, config.betas, config.eps, config.states, streamer, fused, masters, cautious)
+    cautious, residuals = config.cautious_weight_decay, config.weights == "24bit"
+    adamw = AdamW(
+        groups, config.betas, config.eps, config.states, streamer, fused, masters, cautious, residuals
+    )
     tables = TiedTables(parameters, tied_until) if tied_until else None
     ema = EmaNesterov(parameters, config) if config.ema_nesterov else None
     return Optimizer(parameters, adamw, muon, streamer, separate, tables, ema)

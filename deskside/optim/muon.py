@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from deskside.config.optim import MuonConfig
+from deskside.kernels.adamw_state import RESIDUAL
 from deskside.kernels.functional import at_least_float32
 from deskside.kernels.muon import Direction, PointerTable, Update, apply, look_ahead, row_sums
 from deskside.kernels.newton_schulz import MIN_SYMMETRIC, coefficients, iteration_flops, orthogonalize
@@ -132,6 +133,7 @@ class Muon:
         self.rounding_step = 0
         self.clip_coefficient: Tensor | None = None
         self.momentum_buffers: dict[str, Tensor] = {}
+        self.residuals: dict[str, Tensor] = {}  # of weights in 24 bits, on the device
         self._fused = fused
         self._coefficients = coefficients(config.coefficients, config.ns_steps)
         self._owned = [info for info in parameters if self.owns(info.name)]
@@ -170,6 +172,10 @@ class Muon:
                     if self.streamer is not None
                     else torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                 )
+                if self._has_residual(info):
+                    self.residuals[info.name] = torch.zeros_like(
+                        parameter, dtype=torch.int8, requires_grad=False
+                    )
         if self.config.normalize == "neuron":
             for stack in self._stacks:
                 if stack.row_mean_squares is None:
@@ -283,7 +289,9 @@ class Muon:
             (update, part), (factor, _) = _local_part(s, u_ERC), _local_part(s, factors_ERC)
             if part.numel():
                 seed = rounding_seed(f"{s.info.name}/{s.start}", 0)
-                updates.append(Update(part, update, factor, s.scale, seed))
+                residual = self.residuals.get(s.info.name)
+                own = None if residual is None else _local_part(s, u_ERC, residual)[1]
+                updates.append(Update(part, update, factor, s.scale, seed, residual=own))
         if updates:
             updates = self._with_row_factors(updates, stack.sums if fused else None)
             decay, cautious = self.lr * self.weight_decay, self.config.cautious_weight_decay
@@ -304,6 +312,7 @@ class Muon:
     def state(self) -> dict[str, Tensor]:
         """Return the state of the matrices that this process owns, by `kind/parameter name`."""
         tensors = {f"momentum/{name}": momentum for name, momentum in self.momentum_buffers.items()}
+        tensors |= {f"{RESIDUAL}/{name}": residual for name, residual in self.residuals.items()}
         return tensors | {f"row_sizes/{name}": rows for name, rows in self.row_mean_squares().items()}
 
     def state_on_rank_zero(self) -> dict[str, Tensor]:
@@ -328,10 +337,15 @@ class Muon:
         weight = local(info.parameter)
         host = torch.device("cpu") if self.streamer is not None else weight.device
         layouts = {f"momentum/{info.name}": (info.parameter.shape, self._momentum_dtype(info), host)}
+        if self._has_residual(info):
+            layouts[f"{RESIDUAL}/{info.name}"] = (info.parameter.shape, torch.int8, weight.device)
         if self.config.normalize == "neuron":
             rows = sum(s.experts * s.tall_shape[0] for s in _slices(info))
             layouts[f"row_sizes/{info.name}"] = (torch.Size((rows,)), at_least_float32(weight), weight.device)
         return layouts
+
+    def _has_residual(self, info: ParameterInfo) -> bool:
+        return self.config.weights == "24bit" and info.parameter.dtype == torch.bfloat16
 
     def _momentum_dtype(self, info: ParameterInfo) -> torch.dtype:
         return at_least_float32(info.parameter) if self.config.states == "float32" else torch.bfloat16
@@ -414,9 +428,12 @@ def _with_expert_dim(whole: Tensor) -> Tensor:
     return whole if whole.ndim == 3 else whole.unsqueeze(0)
 
 
-def _local_part(s: _Slice, x_slice: Tensor) -> tuple[Tensor, Tensor]:
-    """Return this rank's part of a slice, as views of x_slice (its place in a stack) and of the parameter."""
-    parameter = s.info.parameter.detach()
+def _local_part(s: _Slice, x_slice: Tensor, like: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return this rank's part of a slice, as views of x_slice (its place in a stack) and of the parameter.
+
+    like: a tensor with the parameter's shape and shards, to view instead of it.
+    """
+    parameter = s.info.parameter.detach() if like is None else like
     if not is_sharded(parameter):
         return x_slice, s.part_of(parameter)
     shard, first = parameter.to_local(), first_row(parameter)

@@ -53,7 +53,7 @@ def contradicts_config(request: PlanRequest, setting: Setting) -> bool:
         return False
     clips = "optim.grad_clip" in given.explicit and given.config.optim.grad_clip > 0
     in_products = given.config.precision.accumulate == "fused"
-    small = setting.gradients != "device" or setting.weights == "bfloat16"
+    small = setting.gradients != "device" or setting.weights != "float32"
     return (clips and setting.gradients == "released") or (in_products and small)
 
 

@@ -68,8 +68,8 @@ class Setting(StepOptions):
     @property
     def has_optional_cache(self) -> bool:
         """True if a cache of BF16 weights could be turned off, so that weights are converted at each use."""
-        in_bfloat16 = self.weights == "bfloat16"
-        return self.copies == "step" and self.precision == "bf16" and not self.sharded and not in_bfloat16
+        in_float32 = self.weights == "float32"
+        return self.copies == "step" and self.precision == "bf16" and not self.sharded and in_float32
 
     @property
     def can_offload_activations(self) -> bool:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from deskside.budget.host_memory import checkpoint_bytes
 from deskside.budget.memory import training_memory
 from deskside.budget.scaling import Scaling
 from deskside.budget.shape import block_matrix_params, num_params, root_params
@@ -105,3 +106,47 @@ def test_master_weights_are_counted_on_the_host_only() -> None:
     without = state_bytes(Sizes(SHAPE, spec("adamw", "8bit", weights="bfloat16")))
     large = sum(p.numel() for p in model.parameters() if p.ndim > 1)
     assert modelled.total - without.total == 4 * large
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("states", ["float32", "8bit"])
+def test_24_bits_are_a_byte_more_on_the_gpu(optimizer: Any, states: str) -> None:
+    kind = AdamWConfig if optimizer == "adamw" else MuonConfig
+    model = Transformer(SHAPE)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data = parameter.data.bfloat16()
+    rows = {} if optimizer == "adamw" else {"normalize": "none"}
+    config = kind.model_validate({"name": optimizer, "weights": "24bit", "states": states, **rows})
+    real = build(model, config, Scaling(1.0, 1.0, 1.0))
+    real.create_state()
+    held = sum(t.nbytes for key, t in real.state_dict_flat()[0].items() if not key.startswith("step/"))
+    found = state_bytes(Sizes(SHAPE, spec(optimizer, states, weights="24bit")))
+    without = state_bytes(Sizes(SHAPE, spec(optimizer, states, weights="bfloat16")))
+    large = sum(p.numel() for p in model.parameters() if p.ndim > 1)
+    assert found.total == pytest.approx(held, rel=1e-3) and found.total - without.total == large
+    on_host = [
+        gpu_state_bytes(Sizes(SHAPE, spec(optimizer, states, weights=weights, offload_optimizer=True)))
+        for weights in ("bfloat16", "24bit")
+    ]
+    assert on_host[1] - on_host[0] == large
+    assert found.streamed == without.streamed
+    saved = [
+        checkpoint_bytes(SHAPE, spec(optimizer, states, weights=weights)) for weights in ("bfloat16", "24bit")
+    ]
+    assert saved[1] - saved[0] == large
+    peaks = [
+        training_memory(SHAPE, spec(optimizer, states, weights=weights)).items["optimizer"]
+        for weights in ("bfloat16", "24bit")
+    ]
+    assert peaks[1] - peaks[0] == pytest.approx(large, abs=2)
+    times = [
+        step_seconds(
+            SHAPE, spec(optimizer, states, weights=weights), Rates(matmul_flops=700e12, bandwidth=4e12)
+        )
+        for weights in ("float32", "24bit", "bfloat16")
+    ]
+    assert times[0]["optimizer"] > times[1]["optimizer"] > times[2]["optimizer"]
+    if optimizer == "muon":  # the checkpoint of a replica also has what others own
+        shared = StepSpec(128, 2048, 512, optimizer="muon", states=states, weights="24bit", gpus=4)
+        assert checkpoint_bytes(SHAPE, shared) == pytest.approx(saved[1], abs=8)

@@ -320,14 +320,22 @@ def _optimizers() -> Iterator[CompileCase]:
     state, rule = dict.fromkeys((EXP_AVG, EXP_AVG_SQ), p), replace(rule, cautious=True)
     arguments = (p, p, state, skip, skip, rule, skip)
     yield recorded("AdamW, cautious decay", CAPABILITIES, adamw_triton.launch, *arguments)
+    weight, residual = _new(2**20), _new(2**20, dtype=torch.int8)
+    arguments = (weight, weight, state, skip, skip, rule, skip, 0, 0, residual)
+    yield recorded("AdamW, weights in 24 bits", CAPABILITIES, adamw_triton.launch, *arguments)
     weights, direction, update = _float(12, 768, 2048), _new(12, 768, 2048), _new(12, 768, 2048, dtype=F16)
     for momentum in (weights, direction):
         name = f"Muon looks ahead, {str(momentum.dtype).removeprefix('torch.')} momentum"
         slices = [muon.Direction(weights, momentum, direction)]
         arguments = (slices, 0.95, True, skip, skip, muon.PointerTable())
         yield recorded(name, CAPABILITIES, muon_triton.look_ahead, *arguments)
-    for name, p in (("Muon's update", weights), ("Muon's update of bfloat16", direction)):
-        updates = [muon.Update(p, update, _float(12, 1, 1).expand_as(p))]
+    residual = _new(12, 768, 2048, dtype=torch.int8)
+    for name, p, own in (
+        ("Muon's update", weights, None),
+        ("Muon's update of bfloat16", direction, None),
+        ("Muon's update of 24 bits", direction, residual),
+    ):
+        updates = [muon.Update(p, update, _float(12, 1, 1).expand_as(p), residual=own)]
         arguments = (updates, 0.02, 0.0, True, skip, 0, muon.PointerTable())
         yield recorded(name, CAPABILITIES, muon_triton.apply, *arguments)
         yield recorded(f"{name}, row sums", CAPABILITIES, muon_triton.row_sums, updates, muon.PointerTable())

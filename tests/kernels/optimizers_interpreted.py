@@ -3,12 +3,16 @@
 from dataclasses import replace
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from deskside.kernels import adamw_triton, muon, random_triton
 from deskside.kernels.adamw import adamw_update
 from deskside.kernels.adamw_state import BLOCK
 from deskside.kernels.stochastic_rounding import add_rounded_, rounding_seed
+from deskside.kernels.weights_24bit import joined, split
+from deskside.kernels.weights_24bit_triton import load_weight, store_weight
 from deskside.optim.row_factors import row_factors
 from tests.kernels.optimizer_cases import (
     CAUTIOUS,
@@ -168,3 +172,101 @@ def rounded() -> dict[str, float]:
             muon.apply([update], 0.02, 0.001, cautious, torch.tensor(0.0), 7, table)
         found[f"muon {cautious}"] = share(ours, p)
     return found
+
+
+def in_24_bits() -> dict[str, float]:
+    """Return the largest relative differences from the reference of weights in 24 bits, and how many numbers differ
+    where no arithmetic precedes the rounding ("edges") or where the step is skipped.
+    """
+    found = {}
+    seed, n = rounding_seed("a.weight", 7), 5 * BLOCK + 3
+    # No subnormal numbers, which the interpreter rounds to 0.
+    edges = [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 3.4028235e38, -(2.0**-126), 2 - 2.0**-23]
+    x = torch.cat([torch.tensor(edges), gradient(248, 3)])
+    p, residual = torch.zeros(256).bfloat16(), torch.zeros(256, dtype=torch.int8)
+    _store[(1,)](x, p, residual, seed)
+    found["edges"] = _bits_away([p, residual], list(split(x, seed)))
+    found["loaded edges"] = float((_loaded(p, residual)[5:] != joined(p, residual)[5:]).sum())
+    for name, rule, first, skip in (
+        ("adamw", RULE, 0, 0.0),
+        ("adamw from 4096, cautious", CAUTIOUS, 4096, 0.0),
+        ("adamw skipped", RULE, 0, 1.0),
+    ):
+        g, state = gradient(n, 4).bfloat16(), zeros(n, torch.float32)
+        p, residual = split(gradient(n, 3), 1)
+        results = []
+        for fused in (False, True):
+            own = [t.clone() for t in (p, residual, *state.values())]
+            moments = dict(zip(state, own[2:], strict=True))
+            step, stop = torch.tensor(1.0), torch.tensor(skip)
+            if fused:
+                adamw_triton.launch(own[0], g, moments, step, stop, rule, None, seed, first, own[1])
+            else:
+                adamw_update(own[0], g, moments, step, stop, rule, False, None, seed, first, own[1])
+            results.append(own[:2])
+        found[name] = _bits_away(*results, [p, residual]) if skip else _relative(*results)
+    for name, cautious, by_row, skip in (
+        ("muon", False, False, 0.0),
+        ("muon, cautious", True, False, 0.0),
+        ("muon, row factors", True, True, 0.0),
+        ("muon skipped", False, False, 1.0),
+    ):
+        wholes = [split(random(number, two=True).flatten(), number) for number in (1, 2)]
+        results = []
+        for fused in (False, True):
+            shape = random(1, two=True).shape
+            own = [[t.clone().view(shape) for t in pair] for pair in wholes]
+            updates = [
+                muon.Update(
+                    pair[0][:, ROWS:],
+                    random(3 + i).bfloat16(),
+                    random(5 + i)[..., :1].expand(EXPERTS, ROWS, COLUMNS),
+                    1.5,
+                    rounding_seed("a", i),
+                    residual=pair[1][:, ROWS:],
+                )
+                for i, pair in enumerate(own)
+            ]
+            if by_row:
+                sums = muon.row_sums(updates, muon.PointerTable() if fused else None)
+                factors = row_factors(sums, 0.1, 0.9, 0.5)
+                updates = [replace(u, row_factors=f) for u, f in zip(updates, factors, strict=True)]
+            table = muon.PointerTable() if fused else None
+            muon.apply(updates, 0.02, 0.001, cautious, torch.tensor(skip), 7, table)
+            results.append([torch.cat([pair[i].flatten() for pair in own]) for i in (0, 1)])
+        before = [torch.cat([pair[i] for pair in wholes]) for i in (0, 1)]
+        found[name] = _bits_away(*results, before) if skip else _relative(*results)
+    return found
+
+
+@triton.jit
+def _store(X, P, RESIDUAL, seed):  # type: ignore[no-untyped-def]
+    offsets = tl.arange(0, 256)
+    store_weight(P, RESIDUAL, tl.load(X + offsets), offsets, offsets < 256, offsets, seed)
+
+
+@triton.jit
+def _load(X, P, RESIDUAL):  # type: ignore[no-untyped-def]
+    offsets = tl.arange(0, 256)
+    tl.store(X + offsets, load_weight(P, RESIDUAL, offsets, offsets < 256))
+
+
+def _loaded(p: Tensor, residual: Tensor) -> Tensor:
+    x = torch.zeros(256)
+    _load[(1,)](x, p, residual)
+    return x
+
+
+def _bits_away(a: list[Tensor], *others: list[Tensor]) -> float:
+    """Return how many weights or residuals differ in their bits, where NaN equals NaN."""
+    away = 0
+    for b in others:
+        same = (a[0].view(torch.int16) == b[0].view(torch.int16)) | (a[0].isnan() & b[0].isnan())
+        away += int((~same).sum() + (a[1] != b[1]).sum())
+    return float(away)
+
+
+def _relative(a: list[Tensor], b: list[Tensor]) -> float:
+    """Return the largest difference of 24-bit weights, relative to them."""
+    x, y = (joined(pair[0], pair[1], torch.float64) for pair in (a, b))
+    return float(((x - y).abs() / (y.abs() + 1e-3)).max())

@@ -30,6 +30,14 @@ def test_work_is_divided_evenly_and_always_alike(ranks: int) -> None:
     assert assign_owners(costs, 1) == {}
 
 
+def made(config: MuonConfig) -> Tiny:
+    model = make(moe=True)
+    for parameter in model.parameters():
+        if parameter.ndim > 1 and config.weights != "float32":
+            parameter.data = parameter.data.bfloat16()
+    return model
+
+
 def steps(model: Tiny, optimizer: Optimizer, which: range) -> list[float]:
     """Run steps in which every process computes all gradients, but only owners keep those of their matrices."""
     norms = []
@@ -49,7 +57,7 @@ def steps(model: Tiny, optimizer: Optimizer, which: range) -> list[float]:
 def worker(rank: int, ranks: int, config: MuonConfig, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
-    model = make(moe=True)
+    model = made(config)
     optimizer = build(model, config, NO_SCALING, replicas=Replicas(rank, ranks))
     empty = optimizer.state_dict_flat()[0]
     norms = steps(model, optimizer, range(3))
@@ -57,7 +65,7 @@ def worker(rank: int, ranks: int, config: MuonConfig, folder: str) -> None:
     box: list[Any] = [{key: t.clone() for key, t in tensors.items()}]
     dist.broadcast_object_list(box, src=0)  # the state of rank 0, as a checkpoint gives it to all
 
-    second = make(moe=True)
+    second = made(config)
     with torch.no_grad():
         for mine, theirs in zip(second.parameters(), model.parameters(), strict=True):
             mine.copy_(theirs)
@@ -77,6 +85,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "two": (2, {}),
     "three, bfloat16 momentum": (3, {"states": "bfloat16"}),
     "two, momentum on the host": (2, {"offload": True}),
+    "two, weights in 24 bits": (2, {"weights": "24bit"}),
     "more ranks than matrices": (5, {"normalize": "none"}),
 }
 
@@ -88,7 +97,7 @@ def test_owners_train_like_one_process(case: str, tmp_path: Path) -> None:
     config = MuonConfig(**changes)
     mp.spawn(worker, (ranks, config, str(tmp_path)), nprocs=ranks)
     results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
-    model = make(moe=True)
+    model = made(config)
     optimizer = build(model, config, NO_SCALING)
     norms = steps(model, optimizer, range(5))
     state, _ = optimizer.state_dict_flat()
@@ -105,7 +114,7 @@ def test_owners_train_like_one_process(case: str, tmp_path: Path) -> None:
             for key, tensor in state.items():
                 assert found[key].dtype == tensor.dtype
                 torch.testing.assert_close(found[key], tensor, atol=1e-4, rtol=1e-2)
-            build(make(moe=True), config, NO_SCALING).load_state_dict_flat(found, data)
+            build(made(config), config, NO_SCALING).load_state_dict_flat(found, data)
 
 
 def test_weights_are_awaited_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -104,6 +104,7 @@ def plans() -> dict[str, Plan]:
             )
     low_memory: tuple[tuple[str, dict[str, Any]], ...] = (
         ("bf16", {"optim": {"name": "muon", "weights": "bfloat16"}}),
+        ("bf16", {"optim": {"name": "adamw", "weights": "24bit", "states": "8bit"}}),
         ("bf16", {"optim": {"name": "adamw", "weights": "bfloat16"}, "model": MOE["model"]}),
         (
             "fp8",

@@ -190,6 +190,19 @@ WIDER = {"hidden_size": 64, "intermediate_size": 128}  # matrices that are updat
             marks=pytest.mark.full,
         ),
         pytest.param(
+            {"optim": {**MUON, "weights": "24bit"}, "batch": {**SLOWER, "micro_tokens": 512}},
+            24,
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            {
+                "optim": {**ADAMW, "weights": "24bit", "states": "8bit", "offload": True},
+                "average": {"name": "ema"},
+            },
+            26,
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
             {"batch": {**SLOWER, "micro_tokens": 256}, "checkpoint": {"every": "7 steps"}},
             17,
             marks=pytest.mark.full,

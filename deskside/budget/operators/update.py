@@ -19,6 +19,7 @@ FUSED_UPDATE_BYTES = (40.0, 44.0)
 # Bytes per weight that an update moves less if weight and gradient are in bfloat16: half of what it reads of the
 # gradient, for the norm and the update, and of the weight, which it reads and writes.
 BFLOAT16_ADAMW_SAVING, BFLOAT16_MUON_SAVING = 12, 11
+RESIDUAL_TRAFFIC = 2  # more per weight in 24 bits, whose residual is read and written; not measured
 ROW_SUM_BYTES = 6  # per weight: the weight in float32 and its update in 16 bits; not measured
 # Finding the 8-bit codes of two states takes as long as this many bytes of traffic per weight. Measured on an H200:
 # 23 ms for 1.29 billion float32 weights, 38 to 42 for 3.03 billion in bfloat16, clipping included.
@@ -56,8 +57,10 @@ def optimizer_update(s: Sizes) -> list[Operator]:
     muon -= 2 * (MUON_STATE_BYTES["float32"] - MUON_STATE_BYTES[spec.states])
     if spec.states in ("8bit", "4bit"):  # 4 bits: not measured
         adamw += QUANTIZED_ADAMW_WORK
-    if spec.weights == "bfloat16":
+    if spec.weights != "float32":
         adamw, muon = adamw - BFLOAT16_ADAMW_SAVING, muon - BFLOAT16_MUON_SAVING
+    if spec.weights == "24bit":
+        adamw, muon = adamw + RESIDUAL_TRAFFIC, muon + RESIDUAL_TRAFFIC
     if spec.row_sums:
         muon += ROW_SUM_BYTES
     ema = _ema_nesterov(s)

@@ -21,7 +21,7 @@ def weight_casts(s: Sizes) -> list[Operator]:
     for each product."""
     spec, adapter = s.spec, s.spec.adapter
     if adapter is None:
-        if spec.weights == "bfloat16":
+        if spec.weights != "float32":
             return [Operator("weights", "weights", float(BFLOAT16_SUM_BYTES) * s.parameters * (s.passes - 1))]
         # With cached weights there is one cast per step, and the products accumulate gradients themselves.
         in_place = spec.copies == "step" and spec.precision == "bf16"

@@ -232,7 +232,7 @@ def build_model(
                 f"unfused, because {facts['fused']}"
             )
     else:
-        dtype = torch.bfloat16 if config.optim.weights == "bfloat16" else torch.float32
+        dtype = torch.float32 if config.optim.weights == "float32" else torch.bfloat16
         model = allocate(config.model, world.device, dtype)
         initialize(model, config.seed)
         if config.schedule.tied_until:

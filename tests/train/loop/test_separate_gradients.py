@@ -35,7 +35,7 @@ def tiny_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 def stepper(shape: dict[str, Any], fused: bool = True, **optim: Any) -> Stepper:
     config = merge.build([{"model": {"intermediate_size": 128}, "optim": {"name": "adamw", **optim}}])
     model = make(**shape)
-    if config.optim.weights == "bfloat16":
+    if config.optim.weights != "float32":
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.data = parameter.data.bfloat16()
@@ -78,6 +78,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     "optim",
     [
         {"states": "8bit", "weights": "bfloat16", "offload": True},
+        {"states": "8bit", "weights": "24bit", "offload": True},
         {"states": "bfloat16", "weights": "float32"},
         pytest.param({"states": "8bit", "weights": "bfloat16"}, marks=pytest.mark.full),
         pytest.param({"states": "float32", "offload": True}, marks=pytest.mark.full),
@@ -92,7 +93,7 @@ def test_updates_equal_ordinary_ones_to_the_bit(
     assert_equal(weights_after(stepper(shape, grad_clip=0.0, gradients=place, **optim), 3), expected)
 
 
-@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+@pytest.mark.parametrize("weights", ["float32", "bfloat16", "24bit"])
 def test_sums_of_several_passes_equal_those_on_the_device(weights: str) -> None:
     optim = {"weights": weights, "states": "8bit", "grad_clip": 0.0}
     expected = weights_after(stepper(MOE, **optim), 3, passes=4)
