@@ -1,24 +1,31 @@
 """Transformer blocks with fused kernels, for prefill and decoding.
 
 With one new token per row, each kernel takes a few microseconds whatever it computes, so the time of a step is
-proportional to its number of kernels. A block takes ten here: add + norm, matmul, QK-norm + RoPE + cache write,
-attention (two kernels; one for prompts), matmul; add + norm, matmul, activation, matmul. With experts, the second half
-takes six: add + norm, router, routing, gathered product with activation, product, sum by token. The results equal those
-of the model's own modules up to rounding. An attention or MLP that the kernels do not cover runs in its own module.
+proportional to its number of kernels. With up to `few_tokens.MAX_TOKENS` rows, each product of a block is one kernel
+with the activation after it (kernels/few_tokens.py). With one row, the add and norm before it are in the same kernel,
+and a block takes six: qkv; attention with QK-norm, RoPE and cache write; the sum of its spans; o; gate and up; down.
+With more rows, add + norm is a kernel of its own twice, and with still more, the activation. Steps with several new
+tokens per row, and prompts, have one more for QK-norm, RoPE and cache write. With experts, the second half takes six:
+add + norm, router, routing, gathered product with activation, product, sum by token.
+
+The results equal those of the model's own modules up to rounding. An attention or MLP that the kernels do not cover
+runs in its own module.
 """
 
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 
 from deskside.config.dimensions import uncovered_reason
-from deskside.kernels import fused, moe
+from deskside.kernels import few_tokens, fused, moe
 from deskside.kernels.attention import PLAIN
-from deskside.kernels.decode import qk_norm_rope_into_cache
+from deskside.kernels.decode import attend_from_new, qk_norm_rope_into_cache
 from deskside.kernels.fused import QkvLayout
 from deskside.model.block import MLP, Attention, Block, CachedBlocks, LayerCache, MoE
 from deskside.model.transformer import Transformer
 from deskside.ops.composite import AddNormLinear, RMSNorm
+from deskside.ops.linear import Linear
 from deskside.ops.moe import Experts
 
 
@@ -52,31 +59,30 @@ class FusedBlocks(CachedBlocks):
         self, attn: Attention, residual_BTD: Tensor, delta_BTD: Tensor, layer_cache: LayerCache
     ) -> tuple[Tensor, Tensor]:
         B, T, _ = residual_BTD.shape
-        residual_ND, normed_ND = _add_norm(attn.input, residual_BTD, delta_BTD)
-        (projection,) = attn.input.projections
-        qkv_NW = projection(normed_ND)
+        residual_ND, qkv_NW = _add_norm_linear(attn.input, residual_BTD, delta_BTD)
         q_norm, k_norm = attn.q_norm, attn.k_norm
         norms = None if q_norm is None or k_norm is None else (q_norm.weight, k_norm.weight)
         layout = QkvLayout(attn.heads, attn.kv_heads, attn.head_dim, 0.0 if q_norm is None else q_norm.eps)
-        slots, tables = layer_cache.slots, self._model.rope_tables(attn)
+        slots, angles = layer_cache.slots, self._model.rope_tables(attn.rope)
+        context = attn.with_sinks(attn.context(PLAIN))
+        if slots.single:
+            o_NHC = attend_from_new(
+                qkv_NW, norms, angles, layout, layer_cache.keys_values,
+                layer_cache.cache.table_BN, slots.position_BT[:, 0], context,
+            )  # fmt: skip
+            delta_BTD = _linear(attn.output, o_NHC.flatten(1)).view_as(residual_BTD)
+            return residual_ND.view_as(residual_BTD), attn.normed(delta_BTD)
         where = (slots.position_BT.flatten(), slots.page_BT.flatten(), slots.offset_BT.flatten())
         q_BTHC = qk_norm_rope_into_cache(
-            qkv_NW, norms, tables, layout, layer_cache.keys_values, where
+            qkv_NW, norms, angles, layout, layer_cache.keys_values, where
         ).unflatten(0, (B, T))
-        o_BTHC = layer_cache.attention(q_BTHC, attn.with_sinks(attn.context(PLAIN)))
-        return residual_ND.view_as(residual_BTD), attn.normed(attn.output(o_BTHC.flatten(2)))
+        o_BTHC = layer_cache.attention(q_BTHC, context)
+        return residual_ND.view_as(residual_BTD), attn.normed(_linear(attn.output, o_BTHC.flatten(2)))
 
     @staticmethod
     def _mlp(mlp: MLP, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
-        residual_ND, normed_ND = _add_norm(mlp.input, residual_BTD, delta_BTD)
-        (projection,) = mlp.input.projections
-        hidden_NF = fused.gated(
-            projection(normed_ND),
-            mlp.output.activation,
-            len(projection.slices) == 2,  # type: ignore[arg-type]
-        )
-        assert isinstance(hidden_NF, Tensor)
-        output_BTD = mlp.output.projection(hidden_NF).view_as(residual_BTD)
+        residual_ND, hidden_NF = _add_norm_linear(mlp.input, residual_BTD, delta_BTD, mlp.output.activation)
+        output_BTD = _linear(mlp.output.projection, hidden_NF).view_as(residual_BTD)
         return residual_ND.view_as(residual_BTD), mlp.normed(output_BTD)
 
     @staticmethod
@@ -140,6 +146,42 @@ def _covers(operator: AddNormLinear, **options: Any) -> bool:
     options = {"num_projections": len(operator.projections), **options}
     norm_first = isinstance(operator.norm, RMSNorm) and operator.position == "pre"
     return uncovered_reason(rmsnorm_first=norm_first, **options) is None
+
+
+def _add_norm_linear(
+    operator: AddNormLinear, residual_BTD: Tensor, delta_BTD: Tensor, activation: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the sum, and the activation of the operator's product: gated if its projection is gate and up."""
+    (projection,) = operator.projections
+    assert isinstance(projection, Linear) and isinstance(operator.norm, RMSNorm)
+    gated = activation is not None and len(projection.slices) == 2
+    x_ND = residual_BTD.flatten(0, 1)
+    if _covers_few_tokens(projection, x_ND):
+        norm = few_tokens.AddNorm(delta_BTD.flatten(0, 1), operator.norm.weight, operator.norm.eps)
+        return few_tokens.linear(x_ND, projection.weight, projection.bias, norm, activation, gated)
+    residual_ND, normed_ND = _add_norm(operator, residual_BTD, delta_BTD)
+    out_NF = projection(normed_ND)
+    if activation is not None:
+        activated = fused.gated(out_NF, activation, gated)
+        assert isinstance(activated, Tensor)
+        out_NF = activated
+    return residual_ND, out_NF
+
+
+def _linear(layer: Module, x: Tensor) -> Tensor:
+    """Return layer(x); by the kernel for few tokens, if it takes the layer."""
+    x_NK = x.flatten(0, -2)
+    if isinstance(layer, Linear) and _covers_few_tokens(layer, x_NK):
+        return few_tokens.linear(x_NK, layer.weight, layer.bias)[1].unflatten(0, x.shape[:-1])
+    out: Tensor = layer(x)
+    return out
+
+
+def _covers_few_tokens(layer: Linear, x_NK: Tensor) -> bool:
+    """Return True if the kernel for few tokens takes this product: no adapter, no codes, no product of a recipe."""
+    return (
+        type(layer) is Linear and layer.forward_override is None and few_tokens.supports(x_NK, layer.weight)
+    )
 
 
 def _add_norm(operator: AddNormLinear, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:

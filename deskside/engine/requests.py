@@ -11,7 +11,14 @@ from torch import Tensor
 from deskside.engine.adjustments import check_adjustments
 from deskside.engine.grammar import Grammar
 from deskside.engine.pages import Key
-from deskside.engine.sampling import GREEDY, TOP_LOGPROBS, Sampling, SamplingTensors, ranking_width
+from deskside.engine.sampling import (
+    GREEDY,
+    GREEDY_ONLY,
+    TOP_LOGPROBS,
+    Sampling,
+    SamplingTensors,
+    ranking_width,
+)
 from deskside.engine.text import TextStream
 from deskside.utils.errors import UsageError
 
@@ -263,6 +270,13 @@ class EngineStepOptions:
     constrained: bool = False  # some row has a grammar
     top: int = 0  # most probable tokens with log-probabilities at each position
     adapted: bool = False  # some row has an adapter
+
+    @property
+    def only_argmax(self) -> bool:
+        """True if a step needs nothing but the token of each row's largest logit."""
+        return self.width == GREEDY_ONLY and not (
+            self.adjusted or self.logprobs or self.constrained or self.top
+        )
 
     @staticmethod
     def of(rows: Sequence[RowState], vocabulary: int) -> "EngineStepOptions":

@@ -10,8 +10,9 @@ from deskside.engine.counter_rng import stream_of
 from deskside.engine.grammar import allowed_tokens, shown_error
 from deskside.engine.pages import Key, Pages, page_keys
 from deskside.engine.requests import Counts, Event, PromptScores, Reason, Request, RowState, TokenOutput
-from deskside.engine.sampling import NOT_FINITE, SamplingTensors
+from deskside.engine.sampling import SamplingTensors
 from deskside.engine.text import TextStream
+from deskside.kernels.decode_step import NOT_FINITE
 
 
 def new_rows(

@@ -29,12 +29,12 @@ import torch
 from torch import Tensor
 
 from deskside.engine import counter_rng
+from deskside.kernels.decode_step import NOT_FINITE, greedy_tokens
 from deskside.utils.errors import UsageError
 
 # Special values of a ranking width, which is otherwise a number of most probable tokens: all rows are greedy; no row
 # needs sorted candidates; the whole vocabulary is sorted.
 GREEDY_ONLY, UNRANKED, ALL = 0, -1, -2
-NOT_FINITE = -1  # replaces the token if a logit is NaN or +inf
 # Bounds of the settings. Outside of them float32 overflows, or one setting decides everything: with a repetition
 # penalty of 1e-39, tokens of the prompt would always win, even control tokens.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 100.0
@@ -287,8 +287,7 @@ def draw(
         adjusted_BV = logits_BV
     sampled_B = None
     if width == GREEDY_ONLY:
-        token_B = adjusted_BV.argmax(-1)  # the first NaN, if there is one
-        decided_B = adjusted_BV.gather(1, token_B[:, None])[:, 0]
+        token_B = greedy_tokens(adjusted_BV)
         sampled_B = torch.zeros_like(token_B, dtype=torch.float32) if logprobs else None
     else:
         log_p_BW, token_BW = candidates(adjusted_BV, settings, width)
@@ -297,8 +296,8 @@ def draw(
         # One NaN or +inf logit makes the normalised log-probability of every token NaN.
         decided_B = log_p_BW.gather(1, winner_B1)[:, 0]
         sampled_B = decided_B if logprobs else None
-    logprob_B = raw_logprobs(logits_BV, settings, token_B[:, None])[:, 0] if logprobs else None
-    token_B = torch.where(decided_B.isfinite(), token_B, NOT_FINITE)
+        token_B = torch.where(decided_B.isfinite(), token_B, NOT_FINITE)
+    logprob_B = raw_logprobs(logits_BV, settings, token_B.clamp(min=0)[:, None])[:, 0] if logprobs else None
     if not top:
         return DrawnTokens(token_B, logprob_B, sampled_B)
     top_BK = ranked(logits_BV, top)

@@ -21,7 +21,6 @@ from deskside.engine import counter_rng
 from deskside.engine.adjustments import Adjustments
 from deskside.engine.sampling import (
     GREEDY_ONLY,
-    NOT_FINITE,
     UNRANKED,
     SamplingTensors,
     candidates,
@@ -30,6 +29,7 @@ from deskside.engine.sampling import (
     raw_logprobs,
 )
 from deskside.engine.steps import CachedModel, EngineStepOptions, Slots, StepOutput
+from deskside.kernels.decode_step import NOT_FINITE
 
 
 def speculate(

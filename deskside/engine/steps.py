@@ -19,6 +19,7 @@ from deskside.engine.prompts import PackedPrompts
 from deskside.engine.requests import EngineStepOptions, Request, RowState, TokenOutput
 from deskside.engine.sampling import GREEDY, DrawnTokens, SamplingTensors, draw
 from deskside.kernels.decode import KERNEL_DTYPES, kernel_supports
+from deskside.kernels.decode_step import greedy_tokens, write_state
 from deskside.kernels.prefill import packed_kernel_supports
 from deskside.model.block import DEFAULT_BLOCKS, CachedBlocks
 from deskside.model.cache import KVCache, allocate_pool
@@ -253,10 +254,14 @@ class Slots:
         token_B, length_B, count_B = self.state_S3[lanes_B].unbind(1)
         return token_B, length_B, count_B
 
-    def write(self, lanes_B: Tensor, token_B: Tensor, length_B: Tensor, count_B: Tensor) -> None:
-        """Set what `read` returns. The dummy slot stays zero."""
-        self.state_S3[lanes_B] = torch.stack((token_B, length_B, count_B), dim=1)
-        self.state_S3[self.dummy].zero_()
+    def write(
+        self, lanes_B: Tensor, token_B: Tensor, length_B: Tensor, count_B: Tensor, added: int = 0
+    ) -> None:
+        """Set what `read` returns, with token 0 for NOT_FINITE. The dummy slot stays zero.
+
+        added: to lengths and counts.
+        """
+        write_state(self.state_S3, lanes_B, token_B, length_B, count_B, added)
 
 
 def prefill(
@@ -282,7 +287,7 @@ def prefill(
     ]
     drawn = _draw(slots, lanes_L, logits_LV, num_new_L, options)
     counts_L = prompts.cu_seqlens.diff()
-    slots.write(lanes_L, drawn.safe_token_B, length_L + counts_L, num_new_L + prompts.complete_L)
+    slots.write(lanes_L, drawn.token_B, length_L + counts_L, num_new_L + prompts.complete_L)
     if options.adjusted:
         slots.count_tokens(lanes_L, drawn.safe_token_B[:, None], prompts.complete_L)
     return StepOutput.of(drawn)
@@ -312,7 +317,7 @@ def _decode_one(
     models[0].choose(slots.adapters_of(lanes_B, options))
     logits_BTV, *_ = [model.decode(token_B[:, None], table_BN, length_B, bound) for model in models]
     drawn = _draw(slots, lanes_B, logits_BTV[:, 0], count_B, options)
-    slots.write(lanes_B, drawn.safe_token_B, length_B + 1, count_B + 1)
+    slots.write(lanes_B, drawn.token_B, length_B, count_B, added=1)
     if options.adjusted:
         slots.count_tokens(lanes_B, drawn.safe_token_B[:, None])
     return StepOutput.of(drawn)
@@ -321,6 +326,8 @@ def _decode_one(
 def _draw(
     slots: Slots, lanes_B: Tensor, logits_BV: Tensor, count_B: Tensor, options: EngineStepOptions
 ) -> DrawnTokens:
+    if options.only_argmax:  # without the settings, whose gathers are two kernels
+        return DrawnTokens(greedy_tokens(logits_BV), None, None)
     settings = slots.settings[lanes_B]
     adjustments = slots.adjustments_of(lanes_B, options)
     adjusted_BV = logits_BV if adjustments is None else adjustments.apply(logits_BV, settings, count_B)

@@ -128,3 +128,31 @@ def qk_norm_rope_into_cache(
     for pool_PKSC, new_NKC in zip(pools_PKSC, (k_NKC, layout.split(qkv_NW)[2]), strict=True):
         pool_PKSC[page_N, :, offset_N] = new_NKC.to(pool_PKSC.dtype)
     return q_NHC
+
+
+def attend_from_new(
+    qkv_NW: Tensor,
+    norms: tuple[Tensor, Tensor] | None,
+    angles: tuple[Tensor, Tensor] | None,
+    layout: QkvLayout,
+    pools_PKSC: tuple[Tensor, Tensor],
+    table_NM: Tensor,
+    positions_N: Tensor,
+    options: AttentionContext,
+) -> Tensor:
+    """`qk_norm_rope_into_cache`, then `paged_attention`, of one new token in each of N rows: (N, H, C).
+
+    norms, angles, layout: of `qk_norm_rope_into_cache`. table, positions, options: of `paged_attention`. Where
+    `kernel_supports` is True, one kernel does all but the sum over spans.
+    """
+    k_PKSC = pools_PKSC[0]
+    if kernel_supports(layout.heads // layout.kv_heads, k_PKSC):
+        from deskside.kernels.decode_new_triton import attend_from_new as kernel
+
+        return kernel(qkv_NW, norms, angles, layout, pools_PKSC, table_NM, positions_N, options)
+    page_size = k_PKSC.shape[2]
+    pages_N = table_NM.gather(1, (positions_N // page_size)[:, None])[:, 0]
+    slots_N = (positions_N, pages_N, positions_N % page_size)
+    q_NHC = qk_norm_rope_into_cache(qkv_NW, norms, angles, layout, pools_PKSC, slots_N)
+    bound = table_NM.shape[1] * page_size
+    return paged_attention(q_NHC[:, None], *pools_PKSC, table_NM, positions_N[:, None], bound, options)[:, 0]

@@ -31,26 +31,16 @@ MULTIPLIER_1, MULTIPLIER_2 = tl.constexpr(splitmix.MULTIPLIER_1), tl.constexpr(s
 
 
 @triton.jit
-def add_keys(  # type: ignore[no-untyped-def]
-    q, max_score, sum_exp, out, K, V, TABLE, start, end, position, window, scale, softcap, kv, c,
-    KV_HEADS: tl.constexpr, C: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr,
+def add_loaded_keys(  # type: ignore[no-untyped-def]
+    q, max_score, sum_exp, out, k, v, key, end, position, window, scale, softcap,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add TILE keys from `start` on to the online softmax. MASKED: some query does not see all of them.
+    """Add the keys at positions `key` to the online softmax. MASKED: some query does not see all of them.
 
     scale, softcap: include log2(e), because exponentials are powers of 2.
 
     Sums are relative to the maximum so far, and are rescaled to each new one.
     """
-    key = start + tl.arange(0, TILE)
-    mask = (c < C)[None, :]
-    if MASKED:
-        page = tl.load(TABLE + key // S, mask=key < end, other=0)
-        mask = mask & (key < end)[:, None]
-    else:
-        page = tl.load(TABLE + key // S)
-    offsets = ((page * KV_HEADS + kv) * S + key % S)[:, None] * C + c[None, :]
-    k = tl.load(K + offsets, mask=mask, other=0.0)
     scores = capped(tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale, softcap, CAPPED)
     if MASKED:
         visible = (key < end)[None, :] & (key[None, :] <= position[:, None])
@@ -62,10 +52,32 @@ def add_keys(  # type: ignore[no-untyped-def]
     base = tl.where(new_max == float("-inf"), 0.0, new_max)
     weights = tl.exp2(scores - base[:, None])
     rescale = tl.exp2(max_score - base)
-    v = tl.load(V + offsets, mask=mask, other=0.0)
     sum_exp = sum_exp * rescale + tl.sum(weights, axis=1)
     out = out * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
     return new_max, sum_exp, out
+
+
+@triton.jit
+def add_keys(  # type: ignore[no-untyped-def]
+    q, max_score, sum_exp, out, K, V, TABLE, start, end, position, window, scale, softcap, kv, c,
+    KV_HEADS: tl.constexpr, C: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr,
+    MASKED: tl.constexpr, WINDOWED: tl.constexpr, CAPPED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Load TILE keys from `start` on, and add them as `add_loaded_keys` does."""
+    key = start + tl.arange(0, TILE)
+    mask = (c < C)[None, :]
+    if MASKED:
+        page = tl.load(TABLE + key // S, mask=key < end, other=0)
+        mask = mask & (key < end)[:, None]
+    else:
+        page = tl.load(TABLE + key // S)
+    offsets = ((page * KV_HEADS + kv) * S + key % S)[:, None] * C + c[None, :]
+    k = tl.load(K + offsets, mask=mask, other=0.0)
+    v = tl.load(V + offsets, mask=mask, other=0.0)
+    return add_loaded_keys(
+        q, max_score, sum_exp, out, k, v, key, end, position, window, scale, softcap,
+        MASKED, WINDOWED, CAPPED, PRECISION,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -136,8 +148,8 @@ def _join(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     th = tl.program_id(1)
     if PDL:
-        gdc_wait()
         gdc_launch_dependents()
+        gdc_wait()
     newest = tl.load(POSITION + row * T + T - 1)
     first_span = 0
     if WINDOWED:
@@ -192,10 +204,24 @@ def attend(
         H, K, C, T, S, spans, span, tile, rows, block_c, window is not None, options.softcap is not None, precision,
         num_warps=warps, num_stages=2, **launch_options(q_BTHC.device, B * K * spans),
     )  # fmt: skip
-    out = torch.empty(B, T, H, C, dtype=q_BTHC.dtype, device=q_BTHC.device)
+    return join_spans(part, lse, positions_BT, span, options, q_BTHC.dtype)
+
+
+def join_spans(
+    part_BsTHC: Tensor,
+    lse_BsTH: Tensor,
+    positions_BT: Tensor,
+    span: int,
+    options: AttentionContext,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Combine the outputs of all spans, (B, T, H, C) in `dtype`."""
+    B, spans, T, H, C = part_BsTHC.shape
+    window, sinks_H = options.window, options.sinks_H
+    out = torch.empty(B, T, H, C, dtype=dtype, device=part_BsTHC.device)
     _join[(B, T * H)](
-        part, lse, options.sinks_H, positions_BT, out, window or 0,
-        H, C, T, spans, span, triton.next_power_of_2(C), window is not None, options.sinks_H is not None,
+        part_BsTHC, lse_BsTH, sinks_H, positions_BT, out, window or 0,
+        H, C, T, spans, span, triton.next_power_of_2(C), window is not None, sinks_H is not None,
         num_warps=1, **launch_options(out.device, B * T * H),
     )  # fmt: skip
     return out

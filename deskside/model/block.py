@@ -6,6 +6,7 @@ kernel. All blocks have the same signature and differ only in their attention wi
 graph per window instead of one per layer.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -39,14 +40,14 @@ Rotation = tuple[Tensor, Tensor]  # cos and sin, each (B or 1, T, 1, C / 2)
 class LayerCache(NamedTuple):
     """The cache of one layer while the tokens at `slots` are appended. `layer` is the layer's index.
 
-    rotation: cos and sin of these tokens; None without RoPE. context: the attention context of a prefill from position
-    0, which need not read the cache; None for all other tokens.
+    rotation_of: returns cos and sin of these tokens for an `Attention.rope`; None without RoPE. context: the attention
+    context of a prefill from position 0, which need not read the cache; None for all other tokens.
     """
 
     cache: KVCache
     layer: int
     slots: CacheSlots
-    rotation: Rotation | None
+    rotation_of: Callable[[str | None], Rotation | None]
     context: AttentionContext | None
 
     @property
@@ -115,7 +116,8 @@ class Attention(AttentionSublayer):
         self, residual_BTD: Tensor, delta_BTD: Tensor, layer_cache: LayerCache
     ) -> tuple[Tensor, Tensor]:
         """Like `forward`, but append the tokens' keys and values to the cache and attend to the cache."""
-        residual_BTD, q_BTHC, k_BTKC, v_BTKC = self._project(residual_BTD, delta_BTD, layer_cache.rotation)
+        rotation = layer_cache.rotation_of(self.rope)
+        residual_BTD, q_BTHC, k_BTKC, v_BTKC = self._project(residual_BTD, delta_BTD, rotation)
         layer_cache.cache.write(layer_cache.layer, layer_cache.slots, k_BTKC, v_BTKC)
         if layer_cache.context is not None:
             o_BTHC = attention(q_BTHC, k_BTKC, v_BTKC, self.with_sinks(layer_cache.context))

@@ -9,7 +9,8 @@ later tokens overwrite the others. So prompts of unequal length may be padded on
 lowering its length.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,13 +21,29 @@ from deskside.utils.errors import UsageError
 PADDING_PAGE = 0  # of a managed pool: belongs to no row, and padding is written to it
 
 
-@dataclass(frozen=True)
 class CacheSlots:
-    """Where the tokens of one forward pass are stored: position in the row, page, and offset in the page, int64."""
+    """Where the tokens of one forward pass are stored: position in the row, page, and offset in the page, int64.
 
-    position_BT: Tensor
-    page_BT: Tensor
-    offset_BT: Tensor
+    pages: returns page_BT. Pages and offsets are computed when they are first read: the kernel of a decoding step finds
+    them itself. single: every row has one token, and none is padding.
+    """
+
+    def __init__(
+        self, position_BT: Tensor, page_size: int, pages: Callable[[], Tensor], single: bool = False
+    ):
+        self.position_BT = position_BT
+        self.single = single
+        self._page_size, self._pages = page_size, pages
+
+    @cached_property
+    def page_BT(self) -> Tensor:
+        """The page of each token."""
+        return self._pages()
+
+    @cached_property
+    def offset_BT(self) -> Tensor:
+        """The place of each token in its page."""
+        return self.position_BT % self._page_size
 
 
 class KVCache:
@@ -81,15 +98,20 @@ class KVCache:
 
         Raises UsageError if they do not fit, unless the cache is managed.
         """
-        index_T = torch.arange(tokens, device=self.lengths_B.device)
         page_size = self.k.shape[3]
+        if self.managed and tokens == 1 and counts_B is None and self.cu_seqlens is None:
+            position_B1 = self.lengths_B[:, None].clamp(max=self.limit - 1)
+            return CacheSlots(
+                position_B1, page_size, lambda: self.table_BN.gather(1, position_B1 // page_size), single=True
+            )
+        index_T = torch.arange(tokens, device=self.lengths_B.device)
         if self.cu_seqlens is not None:
             row_T = torch.searchsorted(self.cu_seqlens, index_T, right=True) - 1
             padding_T = row_T == len(self.lengths_B)
             row_T = row_T.clamp(max=len(self.lengths_B) - 1)
             position_T = (self.lengths_B[row_T] + index_T - self.cu_seqlens[row_T]).clamp(max=self.limit - 1)
             page_T = torch.where(padding_T, PADDING_PAGE, self.table_BN[row_T, position_T // page_size])
-            return CacheSlots(position_T[None], page_T[None], (position_T % page_size)[None])
+            return CacheSlots(position_T[None], page_size, lambda: page_T[None])
         position_BT = self.lengths_B[:, None] + index_T
         if not self.managed:
             if self.bound + tokens > self.limit:
@@ -100,14 +122,14 @@ class KVCache:
             self.fresh = self.bound == 0
             self.bound += tokens
             page_BT = self.table_BN.gather(1, position_BT // page_size)
-            return CacheSlots(position_BT, page_BT, position_BT % page_size)
+            return CacheSlots(position_BT, page_size, lambda: page_BT)
         position_BT = position_BT.clamp(max=self.limit - 1)
         if counts_B is not None:  # padding gets the last token's position, so its softmax is not empty
             position_BT = torch.minimum(position_BT, (self.lengths_B + counts_B - 1)[:, None])
         page_BT = self.table_BN.gather(1, position_BT // page_size)
         if counts_B is not None:
             page_BT = torch.where(index_T < counts_B[:, None], page_BT, PADDING_PAGE)
-        return CacheSlots(position_BT, page_BT, position_BT % page_size)
+        return CacheSlots(position_BT, page_size, lambda: page_BT)
 
     def advance(self, tokens: int, counts_B: Tensor | None = None) -> Tensor | int:
         """Add the tokens of a forward pass to the lengths. Return the index of each row's last token in (T,) or (N,).

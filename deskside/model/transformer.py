@@ -4,6 +4,7 @@
 Other implementations of a computation are attached from outside, by `forward_override` or by wrapping a forward.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -22,7 +23,6 @@ from deskside.kernels.cross_entropy import (
 )
 from deskside.model.block import (
     DEFAULT_BLOCKS,
-    Attention,
     Block,
     CachedBlocks,
     LayerCache,
@@ -79,15 +79,15 @@ class Transformer(nn.Module):
         if config.rope_local_base_freq is not None:
             self.local_rope_cos, self.local_rope_sin = rope_table(*size, config.rope_local_base_freq, device)
 
-    def rope_tables(self, attn: Attention) -> tuple[Tensor, Tensor] | None:
-        """Return cos and sin of all positions for this layer, (positions, c) float32 each; None without RoPE.
+    def rope_tables(self, rope: str | None) -> tuple[Tensor, Tensor] | None:
+        """Return cos and sin of all positions, (positions, c) float32 each, for an `Attention.rope`; None without RoPE.
 
         c is half the number of rotated channels of a head.
         """
         cos, sin = self.rope_cos, self.rope_sin
-        if attn.rope == "local":
+        if rope == "local":
             cos, sin = self.local_rope_cos, self.local_rope_sin
-        return None if attn.rope is None or cos is None or sin is None else (cos, sin)
+        return None if rope is None or cos is None or sin is None else (cos, sin)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Transformer":
         """Recompute the rotary tables after `to`, `to_empty`, `bfloat16`, ..., so that they stay float32."""
@@ -239,12 +239,11 @@ class Transformer(nn.Module):
         slots = cache.reserve(T, counts_B)
         x_BTD = self._embed(tokens_BT, slots.position_BT)
         contexts = self._contexts(_prefill_context(x_BTD, self.config), B, T, x_BTD) if cache.fresh else {}
-        residual_BTD, delta_BTD = self._split_embedding(x_BTD)
-        rotations = self._rotations(T, slots.position_BT)
+        residual_BTD = delta_BTD = x_BTD * 0.5  # see `_split_embedding`
+        rotation_of = functools.cache(lambda rope: self._rotation(rope, T, slots.position_BT))
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Block)
-            rotation, context = rotations[layer.attn.rope], contexts.get(layer.attn.window)
-            layer_cache = LayerCache(cache, index, slots, rotation, context)
+            layer_cache = LayerCache(cache, index, slots, rotation_of, contexts.get(layer.attn.window))
             residual_BTD, delta_BTD = blocks.block(layer, residual_BTD, delta_BTD, layer_cache)
         hidden_BTD = self._scaled(blocks.final(self.final, residual_BTD, delta_BTD))
         last_B = cache.advance(T, counts_B)
@@ -315,19 +314,21 @@ class Transformer(nn.Module):
         return x_BTD * 0.5, x_BTD * 0.5
 
     def _rotations(self, tokens: int, positions_BT: Tensor | None) -> dict[str | None, Rotation | None]:
-        """Return cos and sin of the positions, (B or 1, T, 1, c) each, or None without RoPE, by `Attention.rope`."""
-        rows = slice(0, tokens) if positions_BT is None else positions_BT
+        """Return the rotations of all layers, by `Attention.rope`."""
         rotations: dict[str | None, Rotation | None] = {}
         for layer in self.layers:
             assert isinstance(layer, Block)
-            if layer.attn.rope in rotations:
-                continue
-            tables = self.rope_tables(layer.attn)
-            if tables is not None:
-                cos, sin = (table[rows][None] if positions_BT is None else table[rows] for table in tables)
-                tables = cos[:, :, None], sin[:, :, None]
-            rotations[layer.attn.rope] = tables
+            if layer.attn.rope not in rotations:
+                rotations[layer.attn.rope] = self._rotation(layer.attn.rope, tokens, positions_BT)
         return rotations
+
+    def _rotation(self, rope: str | None, tokens: int, positions_BT: Tensor | None) -> Rotation | None:
+        """Return cos and sin of the positions, (B or 1, T, 1, c) each, or None without RoPE."""
+        tables = self.rope_tables(rope)
+        if tables is None:
+            return None
+        cos, sin = (table[:tokens][None] if positions_BT is None else table[positions_BT] for table in tables)
+        return cos[:, :, None], sin[:, :, None]
 
     def _contexts(
         self, context: AttentionContext, batch: int, tokens: int, x: Tensor

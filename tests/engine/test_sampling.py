@@ -23,7 +23,6 @@ from deskside.engine.sampling import (
     ALL,
     GREEDY,
     GREEDY_ONLY,
-    NOT_FINITE,
     UNRANKED,
     Sampling,
     SamplingTensors,
@@ -32,6 +31,7 @@ from deskside.engine.sampling import (
     ranked,
     ranking_width,
 )
+from deskside.kernels.decode_step import NOT_FINITE
 from deskside.utils.errors import UsageError
 
 # Coarse values, so that equal logits are common.

@@ -6,11 +6,18 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from deskside.engine import fused
+from deskside.engine import fused, steps
 from deskside.engine.counter_rng import PROPOSE, exponentials, stream_of
 from deskside.engine.engine import Draft, Engine
 from deskside.engine.requests import Request
-from deskside.kernels import decode, decode_triton
+from deskside.kernels import (
+    decode,
+    decode_new_triton,
+    decode_step_triton,
+    decode_triton,
+    few_tokens,
+    few_tokens_triton,
+)
 from deskside.kernels.attention import PLAIN, AttentionContext
 from deskside.kernels.fused.reference import QkvLayout
 from deskside.kernels.moe import grouped, moe_launch
@@ -89,6 +96,37 @@ def qk_norm_rope_into_cache(found: dict[str, float]) -> None:
             found[name] = max(error(a, b) for a, b in zip((q, *got), (truth, *expected), strict=True))
 
 
+def attention_from_new(found: dict[str, float]) -> None:
+    """Compare with the two steps in torch: outputs, and what is in the pages, of which some entries are NaN."""
+    sinks = AttentionContext(window=40, sinks_H=torch.randn(4))
+    for H, K, C, size, options, norm, rope in (
+        (4, 2, 16, 16, PLAIN, True, True),
+        (6, 2, 24, 32, AttentionContext(softcap=1.5, scale=0.5), True, False),
+        (4, 1, 16, 32, sinks, False, True),
+        (3, 3, 32, 16, AttentionContext(window=5), True, True),
+    ):
+        last = torch.tensor([0, size - 1, 63, 64, 255, 256, 300, 575])
+        B, width = len(last), -(-600 // size)
+        table = torch.randperm(B * width + 3)[: B * width].view(B, width)
+        pools = tuple(torch.randn(B * width + 3, K, size, C) for _ in range(2))
+        for row in range(B):  # the new token's entry and those after it
+            page, offset = int(last[row]) // size, int(last[row]) % size
+            for pool in pools:
+                pool[table[row, page], :, offset:] = float("nan")
+                pool[table[row, page + 1 :]] = float("nan")
+        layout = QkvLayout(H, K, C, 1e-6)
+        qkv, angle = torch.randn(B, layout.width), torch.randn(600, C // 2)
+        norms = (torch.rand(C) + 0.5, torch.rand(C) + 0.5) if norm else None
+        angles = (angle.cos(), angle.sin()) if rope else None
+        expected = tuple(pool.clone() for pool in pools)
+        ours = decode_new_triton.attend_from_new(qkv, norms, angles, layout, pools, table, last, options)
+        truth = decode.attend_from_new(qkv, norms, angles, layout, expected, table, last, options)
+        written = max(
+            error(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(pools, expected, strict=True)
+        )
+        found[f"attention from new {H} {K} {C} {size}"] = max(error(ours, truth), written)
+
+
 def noise(found: dict[str, float]) -> None:
     """Compare random numbers for tokens in any order and for a row that all
     share, with the smallest numbers among them.
@@ -116,6 +154,10 @@ def engine(found: dict[str, float]) -> None:
     with (
         mock.patch.object(decode, "kernel_supports", lambda rows, pool: True),
         mock.patch.object(fused, "qk_norm_rope_into_cache", decode_triton.qk_norm_rope_into_cache),
+        mock.patch.object(few_tokens, "supports", lambda x, weight: len(x) <= few_tokens.MAX_TOKENS),
+        mock.patch.object(few_tokens, "linear", few_tokens_triton.linear),
+        mock.patch.object(steps, "greedy_tokens", decode_step_triton.greedy_tokens),
+        mock.patch.object(steps, "write_state", decode_step_triton.write_state),
     ):
         for draft in (None, Draft(model, 2)):
             made = Engine(model, max_batch=2, max_tokens=96, page_size=16, draft=draft)
@@ -157,6 +199,14 @@ def main() -> dict[str, float]:
     """Return the error of each kernel."""
     torch.manual_seed(0)
     found: dict[str, float] = {}
-    for check in (attention, long_rows, qk_norm_rope_into_cache, noise, engine, experts):
+    for check in (
+        attention,
+        attention_from_new,
+        long_rows,
+        qk_norm_rope_into_cache,
+        noise,
+        engine,
+        experts,
+    ):
         check(found)
     return found

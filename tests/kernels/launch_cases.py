@@ -4,6 +4,7 @@ this machine lacks: see compile_cases.py.
 Shapes are those of small and of large models. A row of 5120 channels is where shared memory would first run out.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from unittest import mock
@@ -14,8 +15,11 @@ from torch import Tensor
 from deskside.kernels import (
     adamw_triton,
     cross_entropy_triton,
+    decode_new_triton,
+    decode_step_triton,
     decode_triton,
     dropout_triton,
+    few_tokens_triton,
     muon,
     muon_triton,
     newton_schulz_triton,
@@ -32,6 +36,7 @@ from deskside.kernels.adamw_state import (
 )
 from deskside.kernels.attention import AttentionContext
 from deskside.kernels.cross_entropy import FutureTargets, LossOptions
+from deskside.kernels.few_tokens import AddNorm
 from deskside.kernels.fused import launch, tiles
 from deskside.kernels.fused.reference import Cast, QkvLayout
 from deskside.kernels.moe import Routing, fp8_launch, grouped, moe_launch
@@ -399,6 +404,11 @@ def _decoding() -> Iterator[CompileCase]:
         into_cache = decode_triton.qk_norm_rope_into_cache
         yield recorded(f"into the cache {how}", CAPABILITIES, into_cache, *cached)
         yield _started_early(f"into the cache {how}", into_cache, *cached)
+        if T == 1:
+            row = (cached[0], norms, angles, layout, (pages, pages), table, positions[:, 0], options)
+            from_new = decode_new_triton.attend_from_new
+            yield recorded(f"decode attention from new {how}", CAPABILITIES, from_new, *row)
+            yield _started_early(f"decode attention from new {how}", from_new, *row)
         L = 16 if T > 1 else 1
         new, lengths, ends = _new(512, H, C, dtype=dtype), positions[:L, 0], _new(L + 1, dtype=torch.int64)
         yield recorded(
@@ -418,13 +428,45 @@ def _decoding() -> Iterator[CompileCase]:
         )
 
 
+def _few_tokens() -> Iterator[CompileCase]:
+    for N, K, F, dtype in (
+        (1, 768, 2048, torch.bfloat16),
+        (1, 8960, 1536, torch.float16),
+        (1, 100, 60, torch.float32),
+        (16, 1024, 3072, torch.bfloat16),
+        (16, 100, 60, torch.float32),
+        (16, 5120, 768, torch.float16),
+    ):
+        x, gate_up = _new(N, K, dtype=dtype), _new(2 * F, K, dtype=dtype)
+        norm = AddNorm(_new(N, K, dtype=dtype), _float(K), 1e-6)
+        how = f"{N} tokens, {K} to {F}, {str(dtype).removeprefix('torch.')}"
+        linear = few_tokens_triton.linear
+        for name, arguments in (
+            (f"gated product of {how}", (x, gate_up, _new(2 * F, dtype=dtype), norm, "silu", True)),
+            (f"product of {how}", (x, gate_up[:F], None, norm if N == 1 else None)),
+        ):
+            number = 1 if N > 1 and arguments[3] is not None else 0  # after the norm
+            yield recorded(name, CAPABILITIES, linear, *arguments, number=number)
+            yield _started_early(name, linear, *arguments, number=number)
+        if N > 1:
+            yield recorded(f"add_norm of {how}", CAPABILITIES, few_tokens_triton.add_norm, x, norm)
+            yield _started_early(f"add_norm of {how}", few_tokens_triton.add_norm, x, norm)
+    logits, state, row = _new(16, 151936), _new(65, 3, dtype=torch.int64), _new(16, dtype=torch.int64)
+    for number, name in enumerate(("largest logit", "first of the largest logits")):
+        yield recorded(name, CAPABILITIES, decode_step_triton.greedy_tokens, logits, number=number)
+        yield _started_early(name, decode_step_triton.greedy_tokens, logits, number=number)
+    yield recorded("state of rows", CAPABILITIES, decode_step_triton.write_state, state, row, row, row, row)
+    yield _started_early("state of rows", decode_step_triton.write_state, state, row, row, row, row)
+
+
 def _started_early(
     name: str, launch: Callable[..., object], *arguments: object, number: int = 0
 ) -> CompileCase:
     """Return a case with programmatic dependent launch, whose instructions exist from 9.0 on."""
     capabilities = tuple(c for c in CAPABILITIES if c >= 90)
     options = {"PDL": True, "launch_pdl": True}
-    with mock.patch.object(decode_triton, "launch_options", lambda device, blocks: options):
+    module = sys.modules[launch.__module__]
+    with mock.patch.object(module, "launch_options", lambda device, blocks: options):
         return recorded(f"{name}, early start", capabilities, launch, *arguments, number=number)
 
 
@@ -442,4 +484,5 @@ COMPILE_CASES = (
     *_optimizers(),
     *_frozen(),
     *_decoding(),
+    *_few_tokens(),
 )

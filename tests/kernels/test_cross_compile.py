@@ -15,8 +15,11 @@ pytest.importorskip("triton")
 from deskside.kernels import (
     adamw_triton,
     cross_entropy_triton,
+    decode_new_triton,
+    decode_step_triton,
     decode_triton,
     dropout_triton,
+    few_tokens_triton,
     muon_triton,
     newton_schulz_triton,
     prefill_triton,
@@ -56,6 +59,8 @@ HARDEST = {
     "cast weight columns 5120",
     "gate backward to FP8, silu 5120",
     "route at once 8 of 128",
+    "gated product of 16 tokens, 5120 to 768, float16",
+    "decode attention from new 32 x 8 x 128, 1 tokens, window None, bfloat16",
     "exponentials of 64",
     "exponentials of 151936",
     *(
@@ -165,6 +170,8 @@ def test_every_kernel_has_a_case() -> None:
     launched = kernels_of(*modules) | kernels_of(cross_entropy_triton) | kernels_of(adamw_triton, muon_triton)
     launched |= kernels_of(newton_schulz_triton)
     launched |= kernels_of(stored_weights_triton) | kernels_of(decode_triton)
+    launched |= kernels_of(few_tokens_triton) | kernels_of(decode_step_triton)
+    launched |= kernels_of(decode_new_triton)
     launched |= kernels_of(prefill_triton) | kernels_of(dropout_triton)
     launched |= kernels_of(triton_routing) | kernels_of(triton_rows) | kernels_of(triton_grouped)
     launched |= kernels_of(triton_fp8)

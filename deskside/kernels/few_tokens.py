@@ -1,0 +1,71 @@
+"""Linear layers of a decoding step, with the add and norm before and the activation after them in the same kernel.
+
+A decoding step multiplies every weight with one token of each row. Reading the weights takes most of the time, and the
+rest is latency: a kernel of a few microseconds waits for its launch, for its first bytes, and for its last block. So a
+layer should have few kernels, and each should have all of its loads in flight at once. The kernels here read their
+weights before the kernel before them has finished (`dependent_launch.py`). For one token, every program computes the
+norm itself, and multiplies by its factor after the product, so that the sum of squares and the product are one pass:
+
+    w (x rstd g) = rstd (w (x g))
+
+The norm's output is then never rounded to 16 bits, so results equal those of separate kernels up to rounding. For more
+tokens this takes longer than a kernel for the norm.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from deskside.kernels.functional import ACTIVATIONS, at_least_float32
+
+MAX_TOKENS = 16  # with more, torch's products are faster (benchmarks.few_tokens)
+KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
+
+
+class AddNorm(NamedTuple):
+    """What the tokens are added to, and the RMSNorm of the sum. delta: (N, K); weight: (K,)."""
+
+    delta_NK: Tensor
+    weight_K: Tensor
+    eps: float
+
+
+def linear(
+    x_NK: Tensor,
+    weight_FK: Tensor,
+    bias_F: Tensor | None = None,
+    norm: AddNorm | None = None,
+    activation: str | None = None,
+    gated: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Return x, or its sum with norm.delta, and the output of the layer: (N, K), (N, F).
+
+    norm: added to x and applied first. activation: applied to the product, with `gated` to its first half, which is
+    then multiplied by the second half: weight and bias have 2 F rows.
+    """
+    if x_NK.is_cuda:
+        from deskside.kernels.few_tokens_triton import linear as kernel
+
+        return kernel(x_NK, weight_FK, bias_F, norm, activation, gated)
+    normed_NK = x_NK
+    if norm is not None:
+        x_NK = x_NK + norm.delta_NK
+        dtype = at_least_float32(x_NK)
+        normed_NK = F.rms_norm(x_NK.to(dtype), x_NK.shape[1:], norm.weight_K.to(dtype), norm.eps).to(
+            x_NK.dtype
+        )
+    out_NF = F.linear(normed_NK, weight_FK, bias_F)
+    if activation is None:
+        return x_NK, out_NF
+    if not gated:
+        return x_NK, ACTIVATIONS[activation](out_NF)
+    gate_NF, up_NF = out_NF.chunk(2, dim=1)
+    return x_NK, ACTIVATIONS[activation](gate_NF) * up_NF
+
+
+def supports(x_NK: Tensor, weight_FK: Tensor) -> bool:
+    """Return True if the kernel takes this product: few tokens on a GPU, and weights of the same dtype."""
+    few = x_NK.is_cuda and 0 < len(x_NK) <= MAX_TOKENS
+    return few and x_NK.dtype in KERNEL_DTYPES and weight_FK.dtype == x_NK.dtype and weight_FK.is_contiguous()

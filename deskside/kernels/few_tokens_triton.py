@@ -1,0 +1,225 @@
+"""The kernels of few_tokens.py in Triton, and their launches. Imported only where tensors are on a GPU.
+
+`_one_token`: a program multiplies OUTPUTS rows of the weight by the token, elementwise, and sums; the norm before it is
+part of it. `_few_tokens`: a program multiplies them by all tokens on the tensor cores. Its tile of outputs is so small
+that a product over all channels would be one long chain of instructions in each warp. The channels are therefore split
+into SPLITS, one for each warp, as the batch dimension of a batched product, whose results are added.
+
+K: channels of the input, F: outputs, N: tokens.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from deskside.kernels.dependent_launch import launch_options
+from deskside.kernels.few_tokens import AddNorm
+from deskside.kernels.fused.launch import ACTIVATION_IDS, next_power_of_2
+from deskside.kernels.fused.triton_gated import activation
+
+NO_ACTIVATION = -1
+
+
+class Tile(NamedTuple):
+    """outputs: of a program. channels: that it multiplies at once, at most. warps: also splits of the channels."""
+
+    outputs: int
+    channels: int
+    warps: int
+
+
+# By whether there are a gate and an up weight. The fastest of those that benchmarks.few_tokens tries, on an H200.
+TILES_OF_ONE = {False: Tile(4, 1024, 4), True: Tile(4, 1024, 4)}
+TILES = {False: Tile(16, 1024, 4), True: Tile(16, 1024, 8)}
+
+
+@triton.jit
+def _one_token(  # type: ignore[no-untyped-def]
+    X, DELTA, SUM, NORM_WEIGHT, WEIGHT, BIAS, OUT, eps, F,
+    K: tl.constexpr, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute OUTPUTS elements of OUT (F,). X, DELTA, SUM: (K,). WEIGHT: (F, K), or (2 F, K) if GATED."""
+    if PDL:
+        gdc_launch_dependents()
+    f = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    k = tl.arange(0, CHANNELS)
+    inside = (f < F)[:, None]
+    rows = WEIGHT + f.to(tl.int64)[:, None] * K + k[None, :]
+    # The first weights are read before the kernel before this one has finished.
+    w = tl.load(rows, inside & (k < K)[None, :], 0.0, cache_modifier=".cg")
+    if GATED:
+        rows_up = rows + F.to(tl.int64) * K
+        u = tl.load(rows_up, inside & (k < K)[None, :], 0.0, cache_modifier=".cg")
+    if PDL:
+        gdc_wait()
+    total = tl.zeros((OUTPUTS, CHANNELS), tl.float32)
+    total_up = tl.zeros((OUTPUTS, CHANNELS), tl.float32)
+    squares = tl.zeros((CHANNELS,), tl.float32)
+    for start in range(0, K, CHANNELS):
+        channel = start + k
+        mask = channel < K
+        x = tl.load(X + channel, mask, 0.0).to(tl.float32)
+        if DELTA is not None:
+            # Rounded as it is stored: the next norm reads the stored value.
+            rounded = (x + tl.load(DELTA + channel, mask, 0.0).to(tl.float32)).to(X.dtype.element_ty)
+            if tl.program_id(0) == 0:
+                tl.store(SUM + channel, rounded, mask)
+            x = rounded.to(tl.float32)
+            squares += x * x
+            x *= tl.load(NORM_WEIGHT + channel, mask, 0.0).to(tl.float32)
+        total += w.to(tl.float32) * x[None, :]
+        following = inside & (channel + CHANNELS < K)[None, :]
+        w = tl.load(rows + start + CHANNELS, following, 0.0)
+        if GATED:
+            total_up += u.to(tl.float32) * x[None, :]
+            u = tl.load(rows_up + start + CHANNELS, following, 0.0)
+    out = tl.sum(total, axis=1)
+    up = tl.sum(total_up, axis=1) if GATED else out
+    if DELTA is not None:
+        rstd = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
+        out *= rstd
+        up *= rstd
+    if BIAS is not None:
+        out += tl.load(BIAS + f, f < F, 0.0).to(tl.float32)
+        if GATED:
+            up += tl.load(BIAS + F + f, f < F, 0.0).to(tl.float32)
+    if KIND >= 0:
+        out, _ = activation(out, KIND)
+    if GATED:
+        out *= up
+    tl.store(OUT + f, out.to(OUT.dtype.element_ty), f < F)
+
+
+@triton.jit
+def _few_tokens(  # type: ignore[no-untyped-def]
+    X, WEIGHT, BIAS, OUT, N, F,
+    K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SPLITS: tl.constexpr, CHANNELS: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute OUTPUTS columns of OUT (N, F). X: (N, K). CHANNELS: of one split at once. ROWS >= N."""
+    if PDL:
+        gdc_launch_dependents()
+    STEP: tl.constexpr = SPLITS * CHANNELS
+    f = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    n = tl.arange(0, ROWS)
+    k = tl.arange(0, SPLITS)[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :]
+    inside = (f < F)[None, :, None]
+    rows = WEIGHT + f.to(tl.int64)[None, :, None] * K + k[:, None, :]
+    tokens = n[None, None, :] * K + k[:, :, None]
+    w = tl.load(rows, inside & (k < K)[:, None, :], 0.0, cache_modifier=".cg")
+    if GATED:
+        rows_up = rows + F.to(tl.int64) * K
+        u = tl.load(rows_up, inside & (k < K)[:, None, :], 0.0, cache_modifier=".cg")
+    if PDL:
+        gdc_wait()
+    total = tl.zeros((SPLITS, OUTPUTS, ROWS), tl.float32)
+    total_up = tl.zeros((SPLITS, OUTPUTS, ROWS), tl.float32)
+    x = tl.load(X + tokens, (n < N)[None, None, :] & (k < K)[:, :, None], 0.0)
+    for start in tl.static_range(0, K, STEP):
+        # What the next product needs is read while this one is computed.
+        if start + STEP < K:
+            mask = start + STEP + k < K
+            next_w = tl.load(rows + start + STEP, inside & mask[:, None, :], 0.0)
+            if GATED:
+                next_u = tl.load(rows_up + start + STEP, inside & mask[:, None, :], 0.0)
+            next_x = tl.load(X + tokens + start + STEP, (n < N)[None, None, :] & mask[:, :, None], 0.0)
+        total = tl.dot(w, x, total, input_precision=PRECISION)
+        if GATED:
+            total_up = tl.dot(u, x, total_up, input_precision=PRECISION)
+        if start + STEP < K:
+            w, x = next_w, next_x
+            if GATED:
+                u = next_u
+    out = tl.sum(total, axis=0)
+    up = tl.sum(total_up, axis=0) if GATED else out
+    if BIAS is not None:
+        out += tl.load(BIAS + f, f < F, 0.0).to(tl.float32)[:, None]
+        if GATED:
+            up += tl.load(BIAS + F + f, f < F, 0.0).to(tl.float32)[:, None]
+    if KIND >= 0:
+        out, _ = activation(out, KIND)
+    if GATED:
+        out *= up
+    tl.store(
+        OUT + n[None, :] * F + f[:, None], out.to(OUT.dtype.element_ty), (n < N)[None, :] & (f < F)[:, None]
+    )
+
+
+@triton.jit
+def _add_norm(  # type: ignore[no-untyped-def]
+    X, DELTA, WEIGHT, SUM, NORMED, eps, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """Add and normalise one token. All but WEIGHT (K,) are (N, K)."""
+    if PDL:
+        gdc_launch_dependents()
+    k = tl.arange(0, BLOCK)
+    offsets = tl.program_id(0).to(tl.int64) * K + k
+    weight = tl.load(WEIGHT + k, k < K, 0.0).to(tl.float32)
+    if PDL:
+        gdc_wait()
+    x = tl.load(X + offsets, k < K, 0.0).to(tl.float32) + tl.load(DELTA + offsets, k < K, 0.0).to(tl.float32)
+    rounded = x.to(SUM.dtype.element_ty)
+    tl.store(SUM + offsets, rounded, k < K)
+    x = rounded.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
+    tl.store(NORMED + offsets, (x * rstd * weight).to(NORMED.dtype.element_ty), k < K)
+
+
+def linear(
+    x_NK: Tensor,
+    weight_FK: Tensor,
+    bias_F: Tensor | None = None,
+    norm: AddNorm | None = None,
+    activation: str | None = None,
+    gated: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """See `few_tokens.linear`."""
+    x_NK = x_NK.contiguous()
+    N, K = x_NK.shape
+    F = len(weight_FK) // (2 if gated else 1)
+    out_NF = torch.empty(N, F, dtype=x_NK.dtype, device=x_NK.device)
+    kind = NO_ACTIVATION if activation is None else ACTIVATION_IDS[activation]
+    if N == 1:
+        tile = TILES_OF_ONE[gated]
+        grid = (triton.cdiv(F, tile.outputs),)
+        delta_NK, norm_weight_K, eps = (None, None, 0.0) if norm is None else norm
+        sum_NK = x_NK if delta_NK is None else torch.empty_like(x_NK)
+        _one_token[grid](
+            x_NK, None if delta_NK is None else delta_NK.contiguous(), sum_NK, norm_weight_K, weight_FK, bias_F,
+            out_NF, eps, F, K, tile.outputs, min(tile.channels, next_power_of_2(K)), kind, gated,
+            num_warps=tile.warps, **launch_options(x_NK.device, grid[0]),
+        )  # fmt: skip
+        return sum_NK, out_NF
+    normed_NK = x_NK
+    if norm is not None:
+        x_NK, normed_NK = add_norm(x_NK, norm)
+    tile = TILES[gated]
+    # Products in full float32 run outside of the tensor cores, and have larger operands.
+    precision, part = ("ieee", 4) if x_NK.dtype == torch.float32 else ("tf32", 1)
+    # In a loop, the operands of two products are in shared memory, of which consumer cards have 99 KiB.
+    channels = tile.channels if tile.channels >= K else tile.channels // 2
+    channels = max(16, min(channels // part, next_power_of_2(K)) // tile.warps)
+    grid = (triton.cdiv(F, tile.outputs),)
+    _few_tokens[grid](
+        normed_NK, weight_FK, bias_F, out_NF, N, F,
+        K, max(16, next_power_of_2(N)), tile.outputs, tile.warps, channels, kind, gated, precision,
+        num_warps=tile.warps, num_stages=1, **launch_options(x_NK.device, grid[0]),
+    )  # fmt: skip
+    return x_NK, out_NF
+
+
+def add_norm(x_NK: Tensor, norm: AddNorm) -> tuple[Tensor, Tensor]:
+    """Return x + norm.delta and its norm, (N, K) each."""
+    N, K = x_NK.shape
+    sum_NK, normed_NK = torch.empty_like(x_NK), torch.empty_like(x_NK)
+    block = next_power_of_2(K)
+    _add_norm[(N,)](
+        x_NK, norm.delta_NK.contiguous(), norm.weight_K, sum_NK, normed_NK, norm.eps, K, block,
+        num_warps=min(8, max(1, block // 256)), **launch_options(x_NK.device, N),
+    )  # fmt: skip
+    return sum_NK, normed_NK
