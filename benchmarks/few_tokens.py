@@ -38,11 +38,13 @@ ONE = [
     for channels in (1024, 2048)
     for warps in (2, 4, 8)
 ]
-MORE = [
-    Tile(outputs, channels, warps)
-    for outputs in (4, 8, 16)
-    for channels in (512, 1024, 2048)
-    for warps in (4, 8)
+SPLIT = [
+    Tile(outputs, channels, warps) for outputs in (8, 16) for channels in (512, 1024) for warps in (4, 8)
+]
+PIPELINED = [
+    Tile(outputs, channels, 4, stages)
+    for outputs in (16, 32)
+    for channels, stages in ((64, 6), (64, 8), (128, 3), (128, 4), (128, 6), (256, 3))
 ]
 SHARED_MEMORY = 99 * 1024  # of a consumer card: larger tiles are not tried
 
@@ -108,14 +110,13 @@ def arms(
 
 def times_of_tiles(ours: Callable[[int], object], tokens: int, gated: bool) -> dict[str, float]:
     """Return the microseconds with each tile that fits, fastest first."""
-    table = few_tokens_triton.TILES_OF_ONE if tokens == 1 else few_tokens_triton.TILES
+    rows = few_tokens_triton.padded(tokens)
     found = {}
-    for tile in ONE if tokens == 1 else MORE:
-        # Operands of a product, all channels at once, or of two products of half as many.
-        shared = 2 * tile.channels * (max(16, tokens) + tile.outputs * (2 if gated else 1))
+    for tile in ONE if tokens == 1 else PIPELINED if rows > 16 else SPLIT + PIPELINED:
+        shared = 2 * tile.channels * tile.stages * (rows + tile.outputs * (2 if gated else 1))
         if tokens > 1 and shared > SHARED_MEMORY:
             continue
-        with mock.patch.dict(table, {gated: tile}):
+        with mock.patch.dict(few_tokens_triton.TILES, {(rows, gated): tile}):
             try:
                 found[",".join(map(str, tile))] = microseconds(ours)
             except OutOfResources as error:

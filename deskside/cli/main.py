@@ -106,6 +106,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _unexpected(error)
 
 
+GPU_MEMORY_HINT = (
+    "deskside: nvidia-smi shows what else uses the GPU; deskside plan --here names options that need less memory; "
+    "a training run goes on from its last checkpoint with --resume"
+)
+
+
 def _failed(text: str, kind: launched.Kind, code: int) -> int:
     """Print an error, or send it to the launcher of this process, and return the exit code."""
     if not launched.report(text, kind):
@@ -121,7 +127,10 @@ def _unexpected(error: BaseException) -> int:
         message = f"its message cannot be shown ({type(str_error).__name__})"
     colon = ": " if message else ""
     if isinstance(error, MemoryError) or "allocate memory" in message or "out of memory" in message:
-        return _failed(f"deskside: out of memory{colon}{message}", "error", 1)
+        text = f"deskside: out of memory{colon}{message}"
+        if "CUDA" in message:
+            text += f"\n{GPU_MEMORY_HINT}"
+        return _failed(text, "error", 1)
     bug = "deskside: this is a bug; deskside --debug ... shows where"
     return _failed(f"deskside: unexpected {type(error).__name__}{colon}{message}\n{bug}", "unexpected", 1)
 

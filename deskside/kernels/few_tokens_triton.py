@@ -30,11 +30,21 @@ class Tile(NamedTuple):
     outputs: int
     channels: int
     warps: int
+    stages: int = 1
 
 
-# By whether there are a gate and an up weight. The fastest of those that benchmarks.few_tokens tries, on an H200.
-TILES_OF_ONE = {False: Tile(4, 1024, 4), True: Tile(4, 1024, 4)}
-TILES = {False: Tile(16, 1024, 4), True: Tile(16, 1024, 8)}
+# By number of tokens, rounded up to one of these, and whether there are a gate and an up weight: the fastest of those
+# that benchmarks.few_tokens tries, on an H200.
+TILES = {
+    (1, False): Tile(4, 1024, 4),
+    (1, True): Tile(4, 1024, 4),
+    (16, False): Tile(16, 128, 4, 4),
+    (16, True): Tile(16, 128, 4, 4),
+    (32, False): Tile(16, 128, 4, 4),
+    (32, True): Tile(16, 128, 4, 4),
+    (64, False): Tile(16, 128, 4, 4),
+    (64, True): Tile(16, 128, 4, 4),
+}
 
 
 @triton.jit
@@ -150,6 +160,64 @@ def _few_tokens(  # type: ignore[no-untyped-def]
     )
 
 
+_PREFETCH = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+PREFETCH = tl.constexpr(_PREFETCH)
+
+
+@triton.jit
+def _some_tokens(  # type: ignore[no-untyped-def]
+    X, WEIGHT, BIAS, OUT, N, F,
+    K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr, LINES: tl.constexpr,
+    KIND: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Compute OUTPUTS columns of OUT (N, F). X: (N, K). LINES: of 128 bytes in a row of the weight, rounded up."""
+    if PDL:
+        gdc_launch_dependents()
+    f = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    n = tl.arange(0, ROWS)
+    rows = WEIGHT + tl.minimum(f, F - 1).to(tl.int64)[:, None] * K
+    rows_up = rows + F.to(tl.int64) * K
+    if PDL:
+        line = tl.minimum(tl.arange(0, LINES) * (128 // (X.dtype.element_ty.primitive_bitwidth // 8)), K - 1)
+        tl.inline_asm_elementwise(
+            PREFETCH, "=r,l", [rows + line[None, :]], dtype=tl.int32, is_pure=False, pack=1
+        )
+        if GATED:
+            tl.inline_asm_elementwise(
+                PREFETCH, "=r,l", [rows_up + line[None, :]], dtype=tl.int32, is_pure=False, pack=1
+            )
+        gdc_wait()
+    total = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    total_up = tl.zeros((ROWS, OUTPUTS), tl.float32)
+    tokens = X + tl.minimum(n, N - 1)[:, None] * K
+    for start in range(0, K, CHANNELS):
+        k = start + tl.arange(0, CHANNELS)[None, :]
+        if K % CHANNELS == 0:
+            x = tl.load(tokens + k)
+            w = tl.load(rows + k)
+        else:
+            x = tl.load(tokens + k, k < K, 0.0)
+            w = tl.load(rows + k, k < K, 0.0)
+        total = tl.dot(x, tl.trans(w), total, input_precision=PRECISION)
+        if GATED:
+            if K % CHANNELS == 0:
+                u = tl.load(rows_up + k)
+            else:
+                u = tl.load(rows_up + k, k < K, 0.0)
+            total_up = tl.dot(x, tl.trans(u), total_up, input_precision=PRECISION)
+    if BIAS is not None:
+        total += tl.load(BIAS + f, f < F, 0.0).to(tl.float32)[None, :]
+        if GATED:
+            total_up += tl.load(BIAS + F + f, f < F, 0.0).to(tl.float32)[None, :]
+    if KIND >= 0:
+        total, _ = activation(total, KIND)
+    if GATED:
+        total *= total_up
+    tl.store(
+        OUT + n[:, None] * F + f[None, :], total.to(OUT.dtype.element_ty), (n < N)[:, None] & (f < F)[None, :]
+    )
+
+
 @triton.jit
 def _add_norm(  # type: ignore[no-untyped-def]
     X, DELTA, WEIGHT, SUM, NORMED, eps, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
@@ -170,6 +238,11 @@ def _add_norm(  # type: ignore[no-untyped-def]
     tl.store(NORMED + offsets, (x * rstd * weight).to(NORMED.dtype.element_ty), k < K)
 
 
+def padded(tokens: int) -> int:
+    """Return the number of tokens for which a tile is chosen."""
+    return 1 if tokens == 1 else max(16, next_power_of_2(tokens))
+
+
 def linear(
     x_NK: Tensor,
     weight_FK: Tensor,
@@ -185,7 +258,7 @@ def linear(
     out_NF = torch.empty(N, F, dtype=x_NK.dtype, device=x_NK.device)
     kind = NO_ACTIVATION if activation is None else ACTIVATION_IDS[activation]
     if N == 1:
-        tile = TILES_OF_ONE[gated]
+        tile = TILES[1, gated]
         grid = (triton.cdiv(F, tile.outputs),)
         delta_NK, norm_weight_K, eps = (None, None, 0.0) if norm is None else norm
         sum_NK = x_NK if delta_NK is None else torch.empty_like(x_NK)
@@ -198,16 +271,26 @@ def linear(
     normed_NK = x_NK
     if norm is not None:
         x_NK, normed_NK = add_norm(x_NK, norm)
-    tile = TILES[gated]
+    rows = padded(N)
+    tile = TILES[rows, gated]
     # Products in full float32 run outside of the tensor cores, and have larger operands.
     precision, part = ("ieee", 4) if x_NK.dtype == torch.float32 else ("tf32", 1)
+    if tile.stages > 1:
+        channels = min(tile.channels, next_power_of_2(K))
+        grid = (triton.cdiv(F, tile.outputs),)
+        _some_tokens[grid](
+            normed_NK, weight_FK, bias_F, out_NF, N, F, K, rows, tile.outputs, channels,
+            next_power_of_2(triton.cdiv(K * x_NK.element_size(), 128)), kind, gated, precision,
+            num_warps=tile.warps, num_stages=tile.stages, **launch_options(x_NK.device, grid[0]),
+        )  # fmt: skip
+        return x_NK, out_NF
     # In a loop, the operands of two products are in shared memory, of which consumer cards have 99 KiB.
     channels = tile.channels if tile.channels >= K else tile.channels // 2
     channels = max(16, min(channels // part, next_power_of_2(K)) // tile.warps)
     grid = (triton.cdiv(F, tile.outputs),)
     _few_tokens[grid](
         normed_NK, weight_FK, bias_F, out_NF, N, F,
-        K, max(16, next_power_of_2(N)), tile.outputs, tile.warps, channels, kind, gated, precision,
+        K, rows, tile.outputs, tile.warps, channels, kind, gated, precision,
         num_warps=tile.warps, num_stages=1, **launch_options(x_NK.device, grid[0]),
     )  # fmt: skip
     return x_NK, out_NF

@@ -137,7 +137,11 @@ class Fails:
         ),
         (KeyboardInterrupt(), 130, ["interrupted"]),
         (MemoryError(), 1, ["deskside: out of memory"]),
-        (RuntimeError("CUDA out of memory.\nTried"), 1, ["deskside: out of memory: CUDA out of memory."]),
+        (
+            RuntimeError("CUDA out of memory.\nTried"),
+            1,
+            ["deskside: out of memory: CUDA out of memory.", cli.GPU_MEMORY_HINT],
+        ),
         (ZeroDivisionError(), 1, ["deskside: unexpected ZeroDivisionError", BUG]),
         (ValueError("one\ntwo"), 1, ["deskside: unexpected ValueError: one", BUG]),
         (Panic("at the core"), 1, ["deskside: unexpected Panic: at the core", BUG]),
