@@ -28,6 +28,7 @@ from deskside.doctor.nvml import NvmlDevice, query
 from deskside.probe.point import StepTimer, memory_peaks, prepare_step, quantile, random_batches
 from deskside.train import environment_record, parallel
 from deskside.train.parallel import World
+from deskside.train.prepare import attention_backends
 from deskside.utils import launched
 
 WARMUP_STEPS = 5
@@ -77,17 +78,19 @@ def measure(case: Mapping[str, Any], spec: Mapping[str, Any], world: World) -> d
         "compile": prepared.mode,
         "native": prepared.native,
         "recipe": prepared.recipe,
-        "attention": {
-            kind: prepared.attention[kind]["name"]
-            for kind in ("full", "windowed")
-            if kind in prepared.attention
-        },
+        "attention": attention_that_ran(prepared.attention),
         "loss_last": timer.losses[-1],
         "finite": timer.finite,
     }
     if spec["profile"]:
         row["profile"] = world.gather(_profile(timer, row["step_seconds_of_ranks"][world.rank], world))
     return row
+
+
+def attention_that_ran(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Return the backends of the measured steps, for full and windowed layers. facts: those of `choose_attention`."""
+    found = {kind: facts[kind] for kind in attention_backends.KINDS if kind in facts}
+    return {kind: trial.get(attention_backends.SHARED_ROWS, trial["name"]) for kind, trial in found.items()}
 
 
 class ClockSensors(environment_record.Sensors):

@@ -59,6 +59,8 @@ class Efficiency:
         rowwise: Additional factor for FP8 products with a scale per row.
         windowed: Factor on the efficiency of attention for kernels with a sliding window, at any row length.
         muon_seconds: What a Muon step takes beyond its FLOPs and bytes: its 220 kernels are short.
+        flash_chunks_64, flash_chunks_128: Factors on the efficiency of attention without a window for shared rows in
+            torch's FlashAttention, at these head_dims.
     """
 
     matmul: float = 0.911
@@ -75,6 +77,8 @@ class Efficiency:
     rowwise: float = 0.619
     windowed: float = 0.476
     muon_seconds: float = 0.0
+    flash_chunks_64: float = 1.0
+    flash_chunks_128: float = 1.0
 
     def attention(self, head_dim: int, length: int = FITTED_LENGTH) -> float:
         """Return the efficiency for rows of `length` tokens: the one at 2,048, times what longer rows gain.
@@ -87,6 +91,13 @@ class Efficiency:
             share = min(1.0, (head_dim - 64) / 64)
             fitted = self.attention_64 + share * (self.attention_128 - self.attention_64)
         return fitted * length_factor(length)
+
+    def flash_chunks(self, head_dim: int) -> float:
+        """Return the factor for shared rows in FlashAttention, interpolated as in `attention`."""
+        if head_dim <= 64:
+            return self.flash_chunks_64
+        share = min(1.0, (head_dim - 64) / 64)
+        return self.flash_chunks_64 + share * (self.flash_chunks_128 - self.flash_chunks_64)
 
 
 # Efficiencies of the fused sublayers. Initial values were computed from the kernel times of a step of `124m` on an
@@ -164,6 +175,8 @@ def operator_seconds(operator: Operator, rates: Rates, spec: StepSpec) -> float:
                 share *= efficiency.rowwise
         if operator.windowed:
             share *= efficiency.windowed
+        elif group == "attention" and spec.flash_chunks:
+            share *= efficiency.flash_chunks(operator.width)
         return rates.compute * amount / (peak * share)
     if group in TRAFFIC:
         share = float(getattr(efficiency, "traffic" if group == "quantize" else group))

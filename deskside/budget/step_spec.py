@@ -35,6 +35,7 @@ class StepOptions:
 
     Attributes:
         context: GPUs that share every row, each with a part of its tokens (`parallel.context`).
+        flash_chunks: Attention of shared rows runs in torch's FlashAttention, and not in cuDNN as whole rows may.
         sharded: Weights, gradients and optimizer states are spread over the GPUs (FSDP). Otherwise each GPU holds all.
         native: Formats below 16 bits that the tensor cores support. The others are emulated.
         kept_weights: Share of a quantized block's weights in projections that stay in BF16.
@@ -66,6 +67,7 @@ class StepOptions:
 
     gpus: int = 1
     context: int = 1
+    flash_chunks: bool = False
     sharded: bool = False
     optimizer: OptimizerName = "muon"
     precision: Precision = "bf16"

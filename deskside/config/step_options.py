@@ -30,6 +30,7 @@ def step_options(config: RunConfig) -> dict[str, Any]:
     place = "host" if config.average.offload else "device"
     return {
         "context": config.parallel.context,
+        "flash_chunks": flash_chunks(config),
         "optimizer": config.optim.name,
         "weights": config.optim.weights,
         "states": config.optim.states,
@@ -49,6 +50,17 @@ def step_options(config: RunConfig) -> dict[str, Any]:
         "future_targets": len(config.multi_token.weights),
         "adapter": adapter_spec(config),
     }
+
+
+def flash_chunks(config: RunConfig) -> bool:
+    """Return True if attention of shared rows will run in torch's FlashAttention on any card.
+
+    cuDNN has no document masks and is not deterministic, and it is used only if the run may choose it. Otherwise the
+    trial of whole rows decides (`kernels/attention/gathered.py`), which finds cuDNN to be faster on Hopper.
+    """
+    may_choose = config.compute.attention in ("auto", "cudnn")
+    masked = config.data.document_mask or config.deterministic
+    return config.parallel.context > 1 and (masked or not may_choose)
 
 
 def recipe_of(config: RunConfig, precision: Precision) -> Recipe:

@@ -281,6 +281,8 @@ def _traced_rates(rates: Rates) -> Rates:
         "rowwise": "row-wise share",
         "windowed": "window share",
         "muon_seconds": "short kernels of Muon",
+        "flash_chunks_64": "FlashAttention share",
+        "flash_chunks_128": "FlashAttention share",
     }
     return replace(
         named_rates, efficiency=traced(rates.efficiency, **names), fused=traced(rates.fused, **names)

@@ -259,6 +259,8 @@ def _choice_blocks(plan: dict[str, Any]) -> list[Block]:
         if name:
             source = "measured" if timing else ""
             rows.append((f"attention, {_key_text(kind)} layers", name + timing, source))
+        if shared := text(mapping(choice).get("shared_rows")):
+            rows.append((f"attention of shared rows, {_key_text(kind)} layers", shared, ""))
     if recipe := recipe_used(plan):
         rows.append(("precision", recipe, ""))
     if mode := text(plan.get("compile")):

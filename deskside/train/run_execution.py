@@ -30,7 +30,12 @@ from deskside.train.loop.trainer import RunLength, StageWork, Trainer, TrainProg
 from deskside.train.objective import Objective, Session, TrainContext
 from deskside.train.parallel import World
 from deskside.train.prepare import setup
-from deskside.train.prepare.attention_backends import choose_attention, recorded_attention, run_tokens
+from deskside.train.prepare.attention_backends import (
+    choose_attention,
+    recorded_attention,
+    run_tokens,
+    shared_row_names,
+)
 from deskside.train.prepare.batch_size_finder import BatchSizeFinder
 from deskside.train.prepare.fused_tiles import choose_and_use_tiles
 from deskside.train.prepare.preflight import TimeBudget
@@ -197,6 +202,8 @@ class RunExecution:
             lambda: choose_attention(config, model, world, peak_flops, cache)
         )
         attention = recorded_attention(self.attention_facts)
+        if names := shared_row_names(self.attention_facts):
+            self.log.say(f"attention of shared rows: {names}")
         self.startup.done("attention trial")
         execution = setup.prepare_execution(config, model, world, recipe, self.precision_facts, cache)
         self.recipe, self.execution_mode = recipe, execution.mode

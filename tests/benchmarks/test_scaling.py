@@ -317,7 +317,8 @@ def test_measured_rows_and_resumed_runs(
     for row in rows:
         assert 0 < row["p10"] <= row["p50"] <= row["p90"] and row["finite"]
         assert len(row["peak_gib"]) == row["gpus"] == len(row["step_seconds_of_ranks"])
-        assert row["attention"] == {"full": "reference"} and row["uuids"] == []
+        shared = row["mode"] == "context" and row["gpus"] > 1
+        assert row["attention"] == {"full": "gathered" if shared else "reference"} and row["uuids"] == []
         # That of all ranks' tokens, however many ranks there are
         assert row["loss_last"] < 1.2 * math.log(SHAPE["vocab_size"])
     assert scaling.main(["measure", str(out), *few]) == 0  # a case is measured once

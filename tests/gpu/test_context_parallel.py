@@ -1,16 +1,29 @@
-"""Shared rows on a GPU: FlashAttention of a chunk against float32, and a run on two GPUs against a run on one."""
+"""Shared rows on a GPU: chunks against plain torch, their speed, and a run on two GPUs against a run on one."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from deskside.kernels.attention import Requirements, gathered
+from deskside.kernels.attention import AttentionContext, ContextRanks, Requirements, gathered
+from deskside.kernels.attention.choose import flops, worst_error
+from deskside.kernels.attention.chunks import CUDNN_CHUNKS, prepare_chunks
+from tests.gpu import card
 from tests.gpu.card import ADAMW, NEEDS_CARD, SHAPE, losses
 from tests.train import tiny_run
 
 pytestmark = NEEDS_CARD
+
+
+CARD = torch.device("cuda", 0)
+# cuDNN's backward needs compute capability 8.
+CUDNN = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0), reason="cuDNN needs 8.0"
+)
 
 
 @pytest.mark.parametrize("window", [None, 200])
@@ -19,10 +32,84 @@ pytestmark = NEEDS_CARD
 @pytest.mark.parametrize("size", [2, 4])
 def test_chunks_equal_plain_torch(size: int, head_dim: int, documents: bool, window: int | None) -> None:
     """In bfloat16, within the tolerance of every backend. Training makes the same check before it begins."""
-    card = torch.device("cuda", 0)
-    gathered.check_chunks(
-        Requirements(1, 4096, 4, 2, head_dim, torch.bfloat16, card, window, documents), size
-    )
+    need = Requirements(1, 4096, 4, 2, head_dim, torch.bfloat16, CARD, window, documents)
+    gathered.check_chunks(need, size, "gathered-flash")
+
+
+@CUDNN
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("size", [2, 4])
+def test_cudnn_chunks_pass_the_check_of_a_run(size: int, head_dim: int) -> None:
+    need = Requirements(1, 4096, 4, 2, head_dim, torch.bfloat16, CARD)
+    gathered.check_chunks(need, size, "gathered-cudnn")
+
+
+@CUDNN
+@pytest.mark.parametrize("heads", [(4, 2, 64), (4, 1, 128), (3, 3, 64)])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_cudnn_chunks_equal_float64(batch: int, heads: tuple[int, int, int]) -> None:
+    """Outputs and gradients of both chunks of each of two processes, beside torch's own attention of whole rows in
+    float64. The parts differ in their log-sum-exps, because the queries are large.
+    """
+    H, K, C = heads
+    T = 1024
+    generator = torch.Generator(CARD).manual_seed(0)
+    # Views, as of a fused projection and of gathered rows.
+    q, grad = torch.randn(batch, T, 2 * H, C, generator=generator, device=CARD).bfloat16().chunk(2, dim=2)
+    k, v = torch.randn(batch, T, 2 * K, C, generator=generator, device=CARD).bfloat16().chunk(2, dim=2)
+    q = 3 * q if batch == 1 else q
+    leaves = [x.double().requires_grad_() for x in (q, k, v)]
+    with sdpa_kernel(SDPBackend.MATH):
+        o = F.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in leaves), is_causal=True, enable_gqa=True
+        ).transpose(1, 2)
+    expected = [o.detach(), *torch.autograd.grad(o, leaves, grad.double())]
+    found = [torch.zeros_like(x) for x in expected]
+    for rank in range(2):
+        context = AttentionContext(ranks=ContextRanks(None, rank, 2))
+        for chunk in prepare_chunks(context, batch, T // 2, CARD).chunks:
+            own = slice(chunk.start, chunk.stop)
+            out, saved = CUDNN_CHUNKS.forward(q[:, own], k, v, chunk, context)
+            dq, dk, dv = CUDNN_CHUNKS.backward(grad[:, own], (q[:, own], k, v), saved, chunk, context)
+            found[0][:, own], found[1][:, own] = out, dq
+            found[2][:, : chunk.stop] += dk
+            found[3][:, : chunk.stop] += dv
+            parts = [out, dq]
+            errors = [worst_error([x], [y[:, own]]) for x, y in zip(parts, expected[:2], strict=True)]
+            assert max(errors) < 1e-2, f"chunk {chunk.start}:{chunk.stop}, output and dq: {errors}"
+    errors = [worst_error([x], [y]) for x, y in zip(found, expected, strict=True)]
+    assert max(errors) < 1e-2, f"output, dq, dk, dv: {errors}"
+
+
+@card.ALONE
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper"
+)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 4, 64), (16, 4, 128)])
+def test_cudnn_chunks_are_faster_on_hopper(heads: int, kv_heads: int, head_dim: int) -> None:
+    """Half of a row of 32,768 tokens, as `340m` and `indicmoe-3b` have it on each of two cards. Prints TFLOP/s."""
+    need = Requirements(1, 32768, heads, kv_heads, head_dim, torch.bfloat16, CARD)
+    context = AttentionContext(ranks=ContextRanks(None, 0, 2))
+    context = replace(context, prepared=prepare_chunks(context, 1, need.tokens // 2, CARD))
+    q, grad = (torch.randn(1, need.tokens, heads, head_dim, device=CARD).bfloat16() for _ in range(2))
+    k, v = torch.randn(1, need.tokens, 2 * kv_heads, head_dim, device=CARD).bfloat16().chunk(2, dim=2)
+    milliseconds = {}
+    for name in ("gathered-flash", "gathered-cudnn"):
+        kernel, times = gathered.KERNELS[name], []
+        for _ in range(6):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            card.spin(3)
+            begin.record()
+            for chunk in context.prepared.chunks:
+                own = slice(chunk.start, chunk.stop)
+                _, saved = kernel.forward(q[:, own], k, v, chunk, context)
+                kernel.backward(grad[:, own], (q[:, own], k, v), saved, chunk, context)
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        milliseconds[name] = min(times[2:])
+        print(f"{name}, head_dim {head_dim}: {flops(need) / 2 / milliseconds[name] / 1e9:.0f} TFLOP/s")
+    assert milliseconds["gathered-cudnn"] < milliseconds["gathered-flash"]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -96,6 +96,7 @@ def make_run(folder: Path, steps: int = 400) -> Path:
             "attention": {
                 "full": {
                     "name": "cudnn",
+                    "shared_rows": "gathered-cudnn",
                     "milliseconds": {"cudnn": 1.93, "sdpa": 2.4},
                     "errors": {"cudnn": 2e-3},
                     "rejected": {"flex": "is slow"},
@@ -189,6 +190,7 @@ def test_whole_run(whole: tuple[Path, Page, str]) -> None:
         )
         assert "158.3 TFLOP/s" in text
         assert "1 of 400 logged steps skipped, 0 rollbacks, 1 resumes" in text
+        assert "gathered-cudnn" in text
         assert "cudnn, 1.93 ms" in text and "optim.name" in text and "deskside chat" in text
         assert "deskside train --resume" not in text
     assert "| steps | 380 | 400 | 400 | +5.26 % |" in markdown

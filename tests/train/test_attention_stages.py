@@ -79,3 +79,20 @@ def test_what_was_recorded_is_read_back(old: bool) -> None:
     attention = attention_backends.recorded_attention(json.loads(json.dumps(recorded)))
     assert attention.at(32, None) == ("sdpa", "chunked")
     assert attention.at(16, 4) == (("sdpa", "chunked") if old else ("chunked", "reference"))
+
+
+def test_stages_have_their_own_backends_of_shared_rows() -> None:
+    def result(name: str, shared: str) -> dict[str, str]:
+        return {"name": name, "shared_rows": shared}
+
+    recorded: dict[str, Any] = {
+        "full": result("cudnn", "gathered-cudnn"),
+        "windowed": result("flash", "gathered-flash"),
+        "stages": [{"sequence_length": 16, "window": 4, "full": result("flash", "gathered-flash")}],
+    }
+    attention = attention_backends.recorded_attention(recorded)
+    assert attention.at(32, None) == ("cudnn", "flash") and attention.shared is not None
+    assert attention.shared.at(32, None) == ("gathered-cudnn", "gathered-flash")
+    assert attention.shared.at(16, 4) == ("gathered-flash", None)
+    assert attention_backends.shared_row_names(recorded) == "gathered-cudnn, gathered-flash"
+    assert attention_backends.shared_row_names({"full": {"name": "sdpa"}}) == ""

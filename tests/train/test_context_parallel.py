@@ -20,6 +20,7 @@ from deskside.kernels.attention import (
     gathered,
     prepare,
 )
+from deskside.kernels.attention.chunks import PLAIN_CHUNKS
 from deskside.ops.composite import attention
 from deskside.train import parallel
 from deskside.utils.errors import RunError, UsageError
@@ -151,6 +152,9 @@ def test_a_run_is_that_of_one_process(name: str, processes: int, data: Path, tmp
     child = tiny_run.call(tiny_run.train, tmp_path, config, "together", log=tmp_path / "log", ranks=processes)
     assert child.wait() == 0, child.text()
     close(tmp_path / "together", alone, 1e-5)
+    recorded = [tiny_run.plan(tmp_path / run)["attention"] for run in ("alone", "together")]
+    assert [facts["full"].get("shared_rows") for facts in recorded] == [None, "gathered"]
+    assert "attention of shared rows: gathered" in child.text()
     values = [[row.get("val_bpb") for row in tiny_run.rows(tmp_path / run)] for run in ("alone", "together")]
     assert values[0][5] is not None and values[1] == [v and pytest.approx(v, abs=1e-5) for v in values[0]]
 
@@ -210,24 +214,23 @@ def test_wrong_chunks_are_found(mask: dict[str, Any], monkeypatch: pytest.Monkey
     """Plain torch replaces FlashAttention, which needs a GPU: correct chunks pass, and wrong ones do not."""
     problem_of_row = replace(need(T, AttentionContext()), dtype=torch.float32, **mask)
 
-    def forward(q: Tensor, k: Tensor, v: Tensor, chunk: gathered.Chunk, context: AttentionContext) -> Any:
-        return gathered.chunk_reference(q, k, v, chunk, context), ()
+    def one_key_late(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
+        return PLAIN_CHUNKS.forward(q, k.roll(1, dims=1), v.roll(1, dims=1), *rest)
 
-    def backward(
-        grad: Tensor, inputs: Any, saved: Any, chunk: gathered.Chunk, context: AttentionContext
-    ) -> Any:
-        leaves = [x[:, : chunk.stop].clone().requires_grad_() for x in inputs]
-        out = gathered.chunk_reference(leaves[0], leaves[1], leaves[2], chunk, context)
-        return torch.autograd.grad(out, leaves, grad)
+    def refused(*given: Any) -> Any:
+        raise RuntimeError("no kernel for this device\nand more")
 
-    def one_key_late(
-        q: Tensor, k: Tensor, v: Tensor, chunk: gathered.Chunk, context: AttentionContext
-    ) -> Any:
-        return forward(q, k.roll(1, dims=1), v.roll(1, dims=1), chunk, context)
-
-    monkeypatch.setattr(gathered, "flash_chunk", forward)
-    monkeypatch.setattr(gathered, "flash_chunk_backward", backward)
-    gathered.check_chunks(problem_of_row, 2)
-    monkeypatch.setattr(gathered, "flash_chunk", one_key_late)
-    with pytest.raises(RunError, match=r"leave parallel\.context out"):
-        gathered.check_chunks(problem_of_row, 2)
+    monkeypatch.setitem(gathered.KERNELS, "gathered-flash", PLAIN_CHUNKS)
+    gathered.check_chunks(problem_of_row, 2, "gathered-flash")
+    for name, remedy in (
+        ("gathered-flash", r"; leave parallel\.context out"),
+        ("gathered-cudnn", r"; use --compute\.attention flash, or leave parallel\.context out"),
+    ):
+        monkeypatch.setitem(gathered.KERNELS, name, PLAIN_CHUNKS._replace(forward=one_key_late))
+        with pytest.raises(RunError, match=f"wrongly here .*{remedy}"):
+            gathered.check_chunks(problem_of_row, 2, name)
+        monkeypatch.setitem(gathered.KERNELS, name, PLAIN_CHUNKS._replace(forward=refused))
+        with pytest.raises(
+            RunError, match=f"cannot compute chunks of a row here: no kernel for this device{remedy}"
+        ):
+            gathered.check_chunks(problem_of_row, 2, name)

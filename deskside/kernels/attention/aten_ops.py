@@ -46,6 +46,40 @@ def _cudnn_backward(
     return dq_BTHC, dk_BTKC, dv_BTKC
 
 
+def cudnn_part(
+    q_BSHC: Tensor, k_BLKC: Tensor, v_BLKC: Tensor, causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor, Saved]:
+    """Return the output, the log-sum-exp of each query's scores, and dropout's random state (see `chunks.PartKernel`).
+
+    The log-sum-exp is natural and in float32, (B, H, S, 1) or (B, H, S) by torch's version.
+    """
+    context = AttentionContext(causal=causal, scale=scale)
+    o_BSHC, saved = _cudnn_forward(q_BSHC, k_BLKC, v_BLKC, context)
+    lse, seed, offset = saved[4:7]
+    return o_BSHC.contiguous(), lse, (seed, offset)
+
+
+def cudnn_part_backward(
+    grad_o_BSHC: Tensor,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    o_BSHC: Tensor,
+    lse: Tensor,
+    random_state: Saved,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (dq_BSHC, dk_BLKC, dv_BLKC). o_BSHC, lse: of a softmax over these keys and others.
+
+    torch keeps cuDNN's plans by the strides of q, k and v alone, so the gradient and the output are made contiguous: a
+    plan for other strides would read them wrongly.
+    """
+    queries, keys = inputs[0].shape[1], inputs[1].shape[1]
+    q_BHSC, k_BKLC, v_BKLC = (x.detach().transpose(1, 2) for x in inputs)
+    o_BHSC = o_BSHC.contiguous().transpose(1, 2)
+    saved = (q_BHSC, k_BKLC, v_BKLC, o_BHSC, lse.contiguous(), *random_state, queries, keys)
+    return _cudnn_backward(saved, grad_o_BSHC.contiguous(), AttentionContext(causal=causal, scale=scale))
+
+
 def flash_keywords(context: AttentionContext) -> dict[str, Any]:
     """Return the keyword arguments for scale and window.
 

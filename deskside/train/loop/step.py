@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deskside.data.reading.loader import Batch
-from deskside.kernels.attention import AttentionContext, ContextRanks
+from deskside.kernels.attention import AttentionContext, ContextRanks, Requirements, gathered
 from deskside.model.block import Block
 from deskside.ops.moe import RouterStatistics
 from deskside.optim.build import Optimizer
@@ -223,12 +223,24 @@ class Stepper:
             positions_BT=ranks.local(positions_BT),
             future_targets_BTK=None if future_BTK is None else ranks.local(future_BTK),
         )
-        context = AttentionContext(cu_seqlens=batch.cu_seqlens, backend="gathered", ranks=ranks)
+        full, windowed = self._shared_backends(batch.tokens_BT)
+        context = AttentionContext(
+            cu_seqlens=batch.cu_seqlens, backend=full, window_backend=windowed, ranks=ranks
+        )
         loss = self.objective.loss(self.model, part, context, self.config.compute)
         if loss.router is None:
             return loss
         values_LR = ranks.sum_with_own_gradient(loss.router.values_LR)
         return replace(loss, router=RouterStatistics(values_LR, loss.router.tokens * ranks.size))
+
+    def _shared_backends(self, tokens_BT: Tensor) -> tuple[str, str | None]:
+        """Return the attention backends (full, windowed) of shared rows. tokens_BT: of whole rows."""
+        shared = self.context.attention.shared
+        if shared is not None:
+            return shared.at(tokens_BT.shape[1], self.window)
+        (batch, tokens), dtype = tokens_BT.shape, self.model.activation_dtype
+        need = Requirements.of_model(self.model.config, batch, tokens, dtype, tokens_BT.device)
+        return gathered.backend_for(need, {}), None
 
     def run(self, micro_batches: Sequence[Batch], step: int, dry: bool = False) -> StepMetrics:
         """Run step number `step` (from 1). A dry step computes everything but changes no weight.

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,18 +18,22 @@ from deskside.train.parallel import World
 from deskside.utils.trials import TrialCache
 
 TRIAL_ROWS = 32  # maximum rows of the timed batch
+KINDS = ("full", "windowed")  # keys of a trial's results, by the layers' attention
+SHARED_ROWS = "shared_rows"  # key of the backend for rows that processes share, in a result
 
 
 @dataclass(frozen=True)
 class AttentionBackends:
     """Names of the attention backends of a run: for layers with full attention, and for windowed ones.
 
-    `stages` has the names for stages with another sequence length or window, by (sequence length, window).
+    `stages` has the names for stages with another sequence length or window, by (sequence length, window). `shared` has
+    the names for rows that processes share in training, None without them; evaluation gives whole rows to each process.
     """
 
     full: str
     windowed: str | None = None
     stages: Mapping[tuple[int, int | None], tuple[str, str | None]] = field(default_factory=dict)
+    shared: "AttentionBackends | None" = None
 
     def at(self, sequence_length: int, window: int | None) -> tuple[str, str | None]:
         """Return the names (full, windowed) for a stage. window: that of the stage; None is the model's own window."""
@@ -37,11 +41,28 @@ class AttentionBackends:
 
 
 def recorded_attention(recorded: Mapping[str, Any]) -> AttentionBackends:
-    """Return the backends that the entries of plan.json name."""
+    """Return the backends that the entries of plan.json name.
+
+    Those written before 2026-11-28 have none for shared rows; `Stepper` then uses the kernels that there were.
+    """
+    whole = _backends(recorded, "name")
+    shared = _backends(recorded, SHARED_ROWS) if SHARED_ROWS in recorded["full"] else None
+    return replace(whole, shared=shared)
+
+
+def _backends(recorded: Mapping[str, Any], key: str) -> AttentionBackends:
     stages = {
-        (stage["sequence_length"], stage["window"]): _names(stage) for stage in recorded.get("stages", ())
+        (stage["sequence_length"], stage["window"]): _names(stage, key)
+        for stage in recorded.get("stages", ())
     }
-    return AttentionBackends(*_names(recorded), stages)
+    return AttentionBackends(*_names(recorded, key), stages)
+
+
+def shared_row_names(facts: Mapping[str, Any]) -> str:
+    """Return the backends of shared rows in plan.json's entries as text, empty if no rows are shared."""
+    trials = [facts, *facts.get("stages", ())]
+    names = [trial[kind].get(SHARED_ROWS) for trial in trials for kind in KINDS if kind in trial]
+    return ", ".join(dict.fromkeys(name for name in names if name is not None))
 
 
 def choose_attention(
@@ -99,10 +120,10 @@ def run_tokens(config: RunConfig, world: World, peak_flops: float) -> float:
     return length.value * fastest
 
 
-def _names(trials: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Return the chosen names (full, windowed)."""
+def _names(trials: Mapping[str, Any], key: str) -> tuple[str, str | None]:
+    """Return the names (full, windowed) under this key of the results."""
     windowed = trials.get("windowed") or {}
-    return trials["full"]["name"], windowed.get("name")
+    return trials["full"][key], windowed.get(key)
 
 
 def _requirements(
@@ -117,15 +138,20 @@ def _requirements(
 def _try_attention(config: RunConfig, need: Requirements, use: Use, cache: TrialCache) -> dict[str, Any]:
     """Choose the backend for one problem. Return its name, and the times and errors of all candidates.
 
-    Raises RunError if no backend is correct, or if attention over shared rows is not.
+    If processes share rows, the result also names the backend for that. Raises RunError if no backend is correct, or if
+    the one for shared rows is not.
     """
     context = config.parallel.context
-    if context > 1 and gathered.uses_flash(need.device, need.dtype):
-        gathered.check_chunks(need, context)
     candidates = None if config.compute.attention == "auto" else [config.compute.attention]
     choice, trial = choose_cached(need, cache, candidates, use)
+    shared = {}
+    if context > 1:
+        shared[SHARED_ROWS] = name = gathered.backend_for(need, choice.seconds)
+        if need.device.type == "cuda":  # elsewhere, plain torch would be compared with itself
+            gathered.check_chunks(need, context, name)
     return {
         "name": choice.name,
+        **shared,
         "milliseconds": {name: round(s * 1e3, 3) for name, s in choice.seconds.items()},
         "errors": {name: float(f"{error:.2e}") for name, error in choice.errors.items()},
         "rejected": choice.rejected,

@@ -9,7 +9,7 @@ from deskside.train.prepare.attention_backends import AttentionBackends
 from deskside.utils.errors import UsageError
 
 # `flex` calls functions that torch.compile compiles and may compile again; `gathered` waits for other processes.
-UNSUPPORTED_ATTENTION = ("flex", "gathered")
+UNSUPPORTED_ATTENTION = ("flex", "gathered", "gathered-flash", "gathered-cudnn")
 
 
 def check_execution(device: torch.device, mode: str) -> None:
