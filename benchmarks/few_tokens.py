@@ -1,6 +1,6 @@
 """Time of the linear layers of a decoding step on this GPU: kernels/few_tokens.py against torch's products.
 
-    python -m benchmarks.few_tokens [--models 124m,benchmarks/qwen3-0.6b.toml,1.3b] [--tokens 1,2,4,8,16]
+    python -m benchmarks.few_tokens [--models 124m,benchmarks/qwen3-0.6b.toml,1.3b] [--tokens 1,2,4,8,16,32,64]
         [--tiles] [--json FILE]
 
 For the four products of a block (qkv and gate_up with the norm before them, o, and down), in each arm: a CUDA graph of
@@ -10,7 +10,7 @@ LAYERS layers with weights of their own, so that few of them are in the L2 cache
     GB/s    bytes of its weights per second
     torch   add_norm, torch's product, and the activation, each a kernel
 
---tiles tries every tile of TRIED too, and names the fastest (outputs, channels, warps).
+--tiles tries every tile of TRIED too, and names the fastest (outputs, channels, warps, stages).
 """
 
 import argparse
@@ -38,10 +38,7 @@ ONE = [
     for channels in (1024, 2048)
     for warps in (2, 4, 8)
 ]
-SPLIT = [
-    Tile(outputs, channels, warps) for outputs in (8, 16) for channels in (512, 1024) for warps in (4, 8)
-]
-PIPELINED = [
+MORE = [
     Tile(outputs, channels, 4, stages)
     for outputs in (16, 32)
     for channels, stages in ((64, 6), (64, 8), (128, 3), (128, 4), (128, 6), (256, 3))
@@ -112,7 +109,7 @@ def times_of_tiles(ours: Callable[[int], object], tokens: int, gated: bool) -> d
     """Return the microseconds with each tile that fits, fastest first."""
     rows = few_tokens_triton.padded(tokens)
     found = {}
-    for tile in ONE if tokens == 1 else PIPELINED if rows > 16 else SPLIT + PIPELINED:
+    for tile in ONE if tokens == 1 else MORE:
         shared = 2 * tile.channels * tile.stages * (rows + tile.outputs * (2 if gated else 1))
         if tokens > 1 and shared > SHARED_MEMORY:
             continue
@@ -129,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", default="124m,benchmarks/qwen3-0.6b.toml,1.3b")
-    parser.add_argument("--tokens", default="1,2,4,8,16")
+    parser.add_argument("--tokens", default="1,2,4,8,16,32,64")
     parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)

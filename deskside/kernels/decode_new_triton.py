@@ -23,7 +23,7 @@ from deskside.kernels.fused.reference import QkvLayout
 
 MIN_SPAN, MAX_SPAN = 64, 1024
 # A span is doubled until the grid has at most this many programs, or a row one span.
-MAX_PROGRAMS = 768
+MAX_PROGRAMS = 1536
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deskside.kernels.attention.context import AttentionContext
 from deskside.kernels.cross_entropy_triton import capped
-from deskside.kernels.dependent_launch import launch_options
+from deskside.kernels.dependent_launch import MAX_BLOCKS, launch_options
 from deskside.kernels.fused.reference import QkvLayout
 from deskside.utils import splitmix
 
@@ -244,44 +244,49 @@ def span_size(max_length: int) -> int:
 @triton.jit
 def _into_cache(  # type: ignore[no-untyped-def]
     QKV, Q, K, V, Q_WEIGHT, K_WEIGHT, COS, SIN, POSITION, PAGE, OFFSET, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr,
-    NORM: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, S: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Process one token and head. QKV: (N, (HEADS + 2 KV_HEADS) C). RoPE pairs the channels of a head's two halves."""
+    """Process ROWS heads of a token. QKV: (N, (HEADS + 2 KV_HEADS) C). RoPE pairs the channels of a head's halves."""
     HALF: tl.constexpr = C // 2
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None]
     half = tl.arange(0, BLOCK)
-    mask = half < HALF
+    mask = (head < HEADS + 2 * KV_HEADS) & (half < HALF)[None, :]
+    is_query, is_value = head < HEADS, head >= HEADS + KV_HEADS
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    source = QKV + (token * (HEADS + 2 * KV_HEADS) + head) * C + half
+    source = QKV + (token * (HEADS + 2 * KV_HEADS) + head) * C + half[None, :]
     a = tl.load(source, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
-    if head < HEADS + KV_HEADS:
-        if NORM:
-            rstd = tl.rsqrt((tl.sum(a * a, axis=0) + tl.sum(b * b, axis=0)) / C + eps)
-            weights = Q_WEIGHT if head < HEADS else K_WEIGHT
-            a = a * rstd * tl.load(weights + half, mask=mask, other=0.0).to(tl.float32)
-            b = b * rstd * tl.load(weights + HALF + half, mask=mask, other=0.0).to(tl.float32)
-        if ROPE:
-            angle = tl.load(POSITION + token) * HALF + half
-            cos = tl.load(COS + angle, mask=mask, other=0.0)
-            sin = tl.load(SIN + angle, mask=mask, other=0.0)
-            first = a * cos - b * sin
-            b = b * cos + a * sin
-            a = first
-    if head < HEADS:
-        out = Q + (token * HEADS + head) * C + half
-        tl.store(out, a.to(Q.dtype.element_ty), mask=mask)
-        tl.store(out + HALF, b.to(Q.dtype.element_ty), mask=mask)
-    else:
-        kv = (head - HEADS) % KV_HEADS
-        pages = K if head < HEADS + KV_HEADS else V
-        cache_row = (tl.load(PAGE + token) * KV_HEADS + kv) * S + tl.load(OFFSET + token)
-        tl.store(pages + cache_row * C + half, a.to(K.dtype.element_ty), mask=mask)
-        tl.store(pages + cache_row * C + HALF + half, b.to(K.dtype.element_ty), mask=mask)
+    new_a, new_b = a, b
+    if NORM:
+        rstd = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / C + eps)[:, None]
+        q_a = tl.load(Q_WEIGHT + half, half < HALF, 0.0).to(tl.float32)[None, :]
+        q_b = tl.load(Q_WEIGHT + HALF + half, half < HALF, 0.0).to(tl.float32)[None, :]
+        k_a = tl.load(K_WEIGHT + half, half < HALF, 0.0).to(tl.float32)[None, :]
+        k_b = tl.load(K_WEIGHT + HALF + half, half < HALF, 0.0).to(tl.float32)[None, :]
+        new_a = a * rstd * tl.where(is_query, q_a, k_a)
+        new_b = b * rstd * tl.where(is_query, q_b, k_b)
+    if ROPE:
+        angle = tl.load(POSITION + token) * HALF + half
+        cos = tl.load(COS + angle, half < HALF, 0.0)[None, :]
+        sin = tl.load(SIN + angle, half < HALF, 0.0)[None, :]
+        first = new_a * cos - new_b * sin
+        new_b = new_b * cos + new_a * sin
+        new_a = first
+    out = Q + (token * HEADS + head) * C + half[None, :]
+    tl.store(out, new_a.to(Q.dtype.element_ty), mask & is_query)
+    tl.store(out + HALF, new_b.to(Q.dtype.element_ty), mask & is_query)
+    kv = (head - HEADS) % KV_HEADS
+    cache_row = (tl.load(PAGE + token) * KV_HEADS + kv) * S + tl.load(OFFSET + token)
+    place = cache_row * C + half[None, :]
+    is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
+    tl.store(K + place, new_a.to(K.dtype.element_ty), mask & is_key)
+    tl.store(K + place + HALF, new_b.to(K.dtype.element_ty), mask & is_key)
+    tl.store(V + place, a.to(V.dtype.element_ty), mask & is_value)
+    tl.store(V + place + HALF, b.to(V.dtype.element_ty), mask & is_value)
 
 
 def qk_norm_rope_into_cache(
@@ -296,11 +301,15 @@ def qk_norm_rope_into_cache(
     N, C = len(qkv_NW), layout.head_dim
     q = torch.empty(N, layout.heads, C, dtype=qkv_NW.dtype, device=qkv_NW.device)
     heads = layout.heads + 2 * layout.kv_heads
-    _into_cache[(N, heads)](
+    block = triton.next_power_of_2(C // 2)
+    # A program of many tokens has all heads of one, or as many as its registers hold; one of few tokens has one.
+    rows = 1 if N * heads <= MAX_BLOCKS else min(triton.next_power_of_2(heads), max(1, 2048 // block))
+    grid = (N, triton.cdiv(heads, rows))
+    _into_cache[grid](
         qkv_NW, q, *pools_PKSC, *(norms or (None, None)), *(angles or (None, None)),
         *(x_N.contiguous() for x_N in slots_N), layout.eps,
-        layout.heads, layout.kv_heads, C, pools_PKSC[0].shape[2], triton.next_power_of_2(C // 2),
-        norms is not None, angles is not None, num_warps=1, **launch_options(q.device, N * heads),
+        layout.heads, layout.kv_heads, C, pools_PKSC[0].shape[2], rows, block, norms is not None, angles is not None,
+        num_warps=min(4, max(1, rows * block // 512)), **launch_options(q.device, grid[0] * grid[1]),
     )  # fmt: skip
     return q
 

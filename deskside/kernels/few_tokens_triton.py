@@ -1,9 +1,8 @@
 """The kernels of few_tokens.py in Triton, and their launches. Imported only where tensors are on a GPU.
 
 `_one_token`: a program multiplies OUTPUTS rows of the weight by the token, elementwise, and sums; the norm before it is
-part of it. `_few_tokens`: a program multiplies them by all tokens on the tensor cores. Its tile of outputs is so small
-that a product over all channels would be one long chain of instructions in each warp. The channels are therefore split
-into SPLITS, one for each warp, as the batch dimension of a batched product, whose results are added.
+part of it. `_few_tokens`: a program multiplies them by all tokens on the tensor cores. It asks for its weights to be
+moved to the L2 cache before it waits for the kernel before it, and then reads weights and tokens in several stages.
 
 K: channels of the input, F: outputs, N: tokens.
 """
@@ -25,7 +24,7 @@ NO_ACTIVATION = -1
 
 
 class Tile(NamedTuple):
-    """outputs: of a program. channels: that it multiplies at once, at most. warps: also splits of the channels."""
+    """outputs: of a program. channels: that it multiplies at once. stages: in which it reads them."""
 
     outputs: int
     channels: int
@@ -33,17 +32,17 @@ class Tile(NamedTuple):
     stages: int = 1
 
 
-# By number of tokens, rounded up to one of these, and whether there are a gate and an up weight: the fastest of those
-# that benchmarks.few_tokens tries, on an H200.
+# By number of tokens, rounded up to one of these, and whether there are a gate and an up weight: those with which
+# benchmarks.few_tokens was fastest for 124m on an H200. For 32 tokens none were tried.
 TILES = {
-    (1, False): Tile(4, 1024, 4),
-    (1, True): Tile(4, 1024, 4),
-    (16, False): Tile(16, 128, 4, 4),
-    (16, True): Tile(16, 128, 4, 4),
+    (1, False): Tile(4, 2048, 4),
+    (1, True): Tile(4, 1024, 2),
+    (16, False): Tile(16, 128, 4, 6),
+    (16, True): Tile(16, 128, 4, 6),
     (32, False): Tile(16, 128, 4, 4),
     (32, True): Tile(16, 128, 4, 4),
     (64, False): Tile(16, 128, 4, 4),
-    (64, True): Tile(16, 128, 4, 4),
+    (64, True): Tile(16, 64, 4, 8),
 }
 
 
@@ -105,67 +104,12 @@ def _one_token(  # type: ignore[no-untyped-def]
     tl.store(OUT + f, out.to(OUT.dtype.element_ty), f < F)
 
 
-@triton.jit
-def _few_tokens(  # type: ignore[no-untyped-def]
-    X, WEIGHT, BIAS, OUT, N, F,
-    K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SPLITS: tl.constexpr, CHANNELS: tl.constexpr,
-    KIND: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """Compute OUTPUTS columns of OUT (N, F). X: (N, K). CHANNELS: of one split at once. ROWS >= N."""
-    if PDL:
-        gdc_launch_dependents()
-    STEP: tl.constexpr = SPLITS * CHANNELS
-    f = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
-    n = tl.arange(0, ROWS)
-    k = tl.arange(0, SPLITS)[:, None] * CHANNELS + tl.arange(0, CHANNELS)[None, :]
-    inside = (f < F)[None, :, None]
-    rows = WEIGHT + f.to(tl.int64)[None, :, None] * K + k[:, None, :]
-    tokens = n[None, None, :] * K + k[:, :, None]
-    w = tl.load(rows, inside & (k < K)[:, None, :], 0.0, cache_modifier=".cg")
-    if GATED:
-        rows_up = rows + F.to(tl.int64) * K
-        u = tl.load(rows_up, inside & (k < K)[:, None, :], 0.0, cache_modifier=".cg")
-    if PDL:
-        gdc_wait()
-    total = tl.zeros((SPLITS, OUTPUTS, ROWS), tl.float32)
-    total_up = tl.zeros((SPLITS, OUTPUTS, ROWS), tl.float32)
-    x = tl.load(X + tokens, (n < N)[None, None, :] & (k < K)[:, :, None], 0.0)
-    for start in tl.static_range(0, K, STEP):
-        # What the next product needs is read while this one is computed.
-        if start + STEP < K:
-            mask = start + STEP + k < K
-            next_w = tl.load(rows + start + STEP, inside & mask[:, None, :], 0.0)
-            if GATED:
-                next_u = tl.load(rows_up + start + STEP, inside & mask[:, None, :], 0.0)
-            next_x = tl.load(X + tokens + start + STEP, (n < N)[None, None, :] & mask[:, :, None], 0.0)
-        total = tl.dot(w, x, total, input_precision=PRECISION)
-        if GATED:
-            total_up = tl.dot(u, x, total_up, input_precision=PRECISION)
-        if start + STEP < K:
-            w, x = next_w, next_x
-            if GATED:
-                u = next_u
-    out = tl.sum(total, axis=0)
-    up = tl.sum(total_up, axis=0) if GATED else out
-    if BIAS is not None:
-        out += tl.load(BIAS + f, f < F, 0.0).to(tl.float32)[:, None]
-        if GATED:
-            up += tl.load(BIAS + F + f, f < F, 0.0).to(tl.float32)[:, None]
-    if KIND >= 0:
-        out, _ = activation(out, KIND)
-    if GATED:
-        out *= up
-    tl.store(
-        OUT + n[None, :] * F + f[:, None], out.to(OUT.dtype.element_ty), (n < N)[None, :] & (f < F)[:, None]
-    )
-
-
 _PREFETCH = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
 PREFETCH = tl.constexpr(_PREFETCH)
 
 
 @triton.jit
-def _some_tokens(  # type: ignore[no-untyped-def]
+def _few_tokens(  # type: ignore[no-untyped-def]
     X, WEIGHT, BIAS, OUT, N, F,
     K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr, LINES: tl.constexpr,
     KIND: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
@@ -273,25 +217,14 @@ def linear(
         x_NK, normed_NK = add_norm(x_NK, norm)
     rows = padded(N)
     tile = TILES[rows, gated]
-    # Products in full float32 run outside of the tensor cores, and have larger operands.
-    precision, part = ("ieee", 4) if x_NK.dtype == torch.float32 else ("tf32", 1)
-    if tile.stages > 1:
-        channels = min(tile.channels, next_power_of_2(K))
-        grid = (triton.cdiv(F, tile.outputs),)
-        _some_tokens[grid](
-            normed_NK, weight_FK, bias_F, out_NF, N, F, K, rows, tile.outputs, channels,
-            next_power_of_2(triton.cdiv(K * x_NK.element_size(), 128)), kind, gated, precision,
-            num_warps=tile.warps, num_stages=tile.stages, **launch_options(x_NK.device, grid[0]),
-        )  # fmt: skip
-        return x_NK, out_NF
-    # In a loop, the operands of two products are in shared memory, of which consumer cards have 99 KiB.
-    channels = tile.channels if tile.channels >= K else tile.channels // 2
-    channels = max(16, min(channels // part, next_power_of_2(K)) // tile.warps)
+    # Products in full float32 run outside of the tensor cores, and their operands have twice the bytes.
+    precision, most = ("ieee", 32) if x_NK.dtype == torch.float32 else ("tf32", tile.channels)
+    channels = min(most, max(16, next_power_of_2(K)))
+    lines = next_power_of_2(triton.cdiv(K * x_NK.element_size(), 128))
     grid = (triton.cdiv(F, tile.outputs),)
     _few_tokens[grid](
-        normed_NK, weight_FK, bias_F, out_NF, N, F,
-        K, rows, tile.outputs, tile.warps, channels, kind, gated, precision,
-        num_warps=tile.warps, num_stages=1, **launch_options(x_NK.device, grid[0]),
+        normed_NK, weight_FK, bias_F, out_NF, N, F, K, rows, tile.outputs, channels, lines, kind, gated, precision,
+        num_warps=tile.warps, num_stages=tile.stages, **launch_options(x_NK.device, grid[0]),
     )  # fmt: skip
     return x_NK, out_NF
 

@@ -93,6 +93,9 @@ def qk_norm_rope_into_cache(found: dict[str, float]) -> None:
             q = decode_triton.qk_norm_rope_into_cache(qkv, norm, angle, layout, got, where)
             truth = decode.qk_norm_rope_into_cache(qkv, norm, angle, layout, expected, where)
             name = f"into cache, norm {norm is not None}, rope {angle is not None}"
+            with mock.patch.object(decode_triton, "MAX_BLOCKS", 0):  # all heads of a token in one program
+                q_at_once = decode_triton.qk_norm_rope_into_cache(qkv, norm, angle, layout, got, where)
+            assert torch.equal(q_at_once, q)
             found[name] = max(error(a, b) for a, b in zip((q, *got), (truth, *expected), strict=True))
 
 

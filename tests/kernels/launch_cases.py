@@ -405,6 +405,10 @@ def _decoding() -> Iterator[CompileCase]:
         yield recorded(f"into the cache {how}", CAPABILITIES, into_cache, *cached)
         yield _started_early(f"into the cache {how}", into_cache, *cached)
         if T == 1:
+            many = (_new(8192, dtype=torch.int64),) * 3
+            prompts = (_new(8192, layout.width, dtype=dtype), norms, angles, layout, (pages, pages), many)
+            yield recorded(f"prompts into the cache {how}", CAPABILITIES, into_cache, *prompts)
+        if T == 1:
             row = (cached[0], norms, angles, layout, (pages, pages), table, positions[:, 0], options)
             from_new = decode_new_triton.attend_from_new
             yield recorded(f"decode attention from new {how}", CAPABILITIES, from_new, *row)
@@ -434,8 +438,9 @@ def _few_tokens() -> Iterator[CompileCase]:
         (1, 8960, 1536, torch.float16),
         (1, 100, 60, torch.float32),
         (16, 1024, 3072, torch.bfloat16),
-        (16, 100, 60, torch.float32),
-        (16, 5120, 768, torch.float16),
+        (32, 5120, 768, torch.float16),
+        (64, 768, 2048, torch.bfloat16),
+        (64, 100, 60, torch.float32),
     ):
         x, gate_up = _new(N, K, dtype=dtype), _new(2 * F, K, dtype=dtype)
         norm = AddNorm(_new(N, K, dtype=dtype), _float(K), 1e-6)

@@ -59,7 +59,7 @@ HARDEST = {
     "cast weight columns 5120",
     "gate backward to FP8, silu 5120",
     "route at once 8 of 128",
-    "gated product of 16 tokens, 5120 to 768, float16",
+    "gated product of 64 tokens, 768 to 2048, bfloat16",
     "decode attention from new 32 x 8 x 128, 1 tokens, window None, bfloat16",
     "exponentials of 64",
     "exponentials of 151936",
