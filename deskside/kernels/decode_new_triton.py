@@ -4,7 +4,7 @@
 fused projection. Every program computes the query heads that it needs; the program whose span has the new token also
 computes its key, writes key and value to the cache, and uses them from registers.
 
-It reads the first keys and values of its span, positions and page tables before the kernel before it, the projection,
+It reads the last keys and values of its span, positions and page tables before the kernel before it, the projection,
 has finished (dependent_launch.py). They were written by earlier decoding steps and by kernels of this step that have
 finished: the embedding, which every step begins with, is launched without early start. They are read past the L1 cache
 (".cg"), which may hold lines from before these kernels.
@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deskside.kernels.attention.context import AttentionContext
-from deskside.kernels.decode_triton import add_loaded_keys, join_spans, scale_and_softcap
+from deskside.kernels.decode_triton import add_keys, add_loaded_keys, join_spans, scale_and_softcap
 from deskside.kernels.dependent_launch import launch_options
 from deskside.kernels.fused.reference import QkvLayout
 
@@ -50,18 +50,8 @@ def _normed_and_rotated(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load_keys(  # type: ignore[no-untyped-def]
-    K,
-    V,
-    TABLE,
-    start,
-    end,
-    kv,
-    c,
-    KV_HEADS: tl.constexpr,
-    C: tl.constexpr,
-    S: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    K, V, TABLE, start, end, kv, c, KV_HEADS: tl.constexpr, C: tl.constexpr, S: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
     """Return the positions of TILE keys from `start` on, the keys, and their values. From `end` on, both are 0."""
     key = start + tl.arange(0, TILE)
     page = tl.load(TABLE + key // S, key < end, 0, cache_modifier=".cg")
@@ -99,7 +89,8 @@ def _attend_from_new(  # type: ignore[no-untyped-def]
     m = tl.arange(0, ROWS)
     c = tl.arange(0, BLOCK_C)
     TABLE += row * width
-    key, k, v = _load_keys(K, V, TABLE, begin, tl.minimum(end, newest), kv, c, KV_HEADS, C, S, TILE)
+    tail = begin + (end - 1 - begin) // TILE * TILE  # the last tile, which has the new token if the span does
+    key, k, v = _load_keys(K, V, TABLE, tail, tl.minimum(end, newest), kv, c, KV_HEADS, C, S, TILE)
     cos = tl.zeros((BLOCK_C,), tl.float32)
     sin = cos
     if COS is not None:
@@ -128,18 +119,16 @@ def _attend_from_new(  # type: ignore[no-untyped-def]
     max_score = tl.full((ROWS,), float("-inf"), tl.float32)
     sum_exp = tl.zeros((ROWS,), tl.float32)
     out = tl.zeros((ROWS, BLOCK_C), tl.float32)
-    for start in range(begin, end, TILE):
-        is_new = (key == newest)[:, None]
-        k = tl.where(is_new, new_k, k)
-        v = tl.where(is_new, new_v, v)
-        next_key, next_k, next_v = _load_keys(
-            K, V, TABLE, start + TILE, tl.minimum(end, newest), kv, c, KV_HEADS, C, S, TILE
-        )
-        max_score, sum_exp, out = add_loaded_keys(
-            q, max_score, sum_exp, out, k, v, key, end, position, window, scale, softcap,
-            True, WINDOWED, CAPPED, PRECISION,
+    for start in range(begin, tail, TILE):
+        max_score, sum_exp, out = add_keys(
+            q, max_score, sum_exp, out, K, V, TABLE, start, tail, position, window, scale, softcap, kv, c,
+            KV_HEADS, C, S, TILE, WINDOWED, WINDOWED, CAPPED, PRECISION,
         )  # fmt: skip
-        key, k, v = next_key, next_k, next_v
+    is_new = (key == newest)[:, None]
+    max_score, sum_exp, out = add_loaded_keys(
+        q, max_score, sum_exp, out, tl.where(is_new, new_k, k), tl.where(is_new, new_v, v), key, end, position,
+        window, scale, softcap, True, WINDOWED, CAPPED, PRECISION,
+    )  # fmt: skip
     out = out / tl.where(sum_exp > 0, sum_exp, 1.0)[:, None]
     out_row = (row * SPANS + span) * HEADS + kv * GROUP + m
     tl.store(OUT + out_row[:, None] * C + c[None, :], out, mask)
@@ -175,7 +164,7 @@ def attend_from_new(
         *(norms or (None, None)), *(angles or (None, None)), *scale_and_softcap(options, C), window or 0, layout.eps,
         width, H, K, C, S, spans, span, tile, rows, block_c,
         window is not None, options.softcap is not None, precision,
-        num_warps=warps, num_stages=1, **launch_options(qkv_NW.device, N * K * spans),
+        num_warps=warps, num_stages=2, **launch_options(qkv_NW.device, N * K * spans),
     )  # fmt: skip
     return join_spans(part, lse, position_N[:, None], span, options, qkv_NW.dtype)[:, 0]
 
