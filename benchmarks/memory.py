@@ -6,10 +6,10 @@
     python -m benchmarks.memory --frozen [--hidden 4096] [--intermediate 12288] [--rows 4096] [--json FILE]
 
 Run it in the root of the repository. Every arm is a training step in its own process, as in `benchmarks/step.py`. An
-arm is an optimizer and the format of its states, then `weights` for weights and gradients in bfloat16, `offload` for
-states in host memory, and `host` or `released` for gradients (with `released`, AdamW does not clip). The table shows
-the peak of torch's allocator, the modelled peak, the modelled page-locked memory of the host, tokens/s, and the
-milliseconds of clipping and updating after the backward. On a CPU the peak is the resident set of the process.
+arm is an optimizer and the format of its states, then `weights` for weights and gradients in bfloat16 or `24bit`,
+`offload` for states in host memory, and `host` or `released` for gradients (with `released`, AdamW does not clip). The
+table shows the peak of torch's allocator, the modelled peak, the modelled page-locked memory of the host, tokens/s, and
+the milliseconds of clipping and updating after the backward. On a CPU the peak is the resident set of the process.
 --limit-gib limits the allocator, so that a large GPU represents a small one. --frozen times one gated MLP of the given
 sizes, forward and backward to the input, with frozen weights in bfloat16, INT8 and NF4.
 """
@@ -117,19 +117,20 @@ def optim_of(arm: str) -> dict[str, Any]:
     if (
         name not in ("adamw", "muon")
         or states not in get_args(StateFormat)
-        or set(more) - {"weights", "offload", "host", "released"}
+        or set(more) - {"weights", "24bit", "offload", "host", "released"}
         or {"host", "released"} <= set(more)
+        or {"weights", "24bit"} <= set(more)
     ):
         raise UsageError(
             f"'{arm}' is not an arm, such as adamw:8bit:offload; use adamw or muon, and the formats "
-            f"{', '.join(get_args(StateFormat))}, then weights (in bfloat16), offload, and host or released for "
-            f"gradients"
+            f"{', '.join(get_args(StateFormat))}, then weights (in bfloat16) or 24bit, offload, and host or "
+            f"released for gradients"
         )
     optim = {
         "name": name,
         "states": states,
         "offload": "offload" in more,
-        "weights": "bfloat16" if "weights" in more else "float32",
+        "weights": "bfloat16" if "weights" in more else "24bit" if "24bit" in more else "float32",
         "gradients": next((place for place in ("host", "released") if place in more), "device"),
     }
     return optim | ({"grad_clip": 0.0} if "released" in more else {})

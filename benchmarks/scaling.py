@@ -113,7 +113,7 @@ def measure_share(
     succeeded = True
     for shared_rows in (False, True):
         left = [case for case in share if (case.mode == "context") == shared_rows]
-        while left and time.time() < end:
+        while left and time.time() < end and not stopped.is_set():
             cases = [worker_case(case, options.others) for case in left]
             spec = {"cases": cases, "end": end, "rows": str(rows), "context": gpus if shared_rows else 1}
             failure = run_workers(group, gpus, options, spec, stopped)
@@ -121,11 +121,11 @@ def measure_share(
             if failure is None or done == len(left):  # it may also fail at its end, which was printed
                 break
             if stopped.is_set():
-                return False
+                break
             failed, left = left[done], left[done + 1 :]
             append(options.out / "failed.jsonl", [{"case": failed.name, "error": failure}])
             succeeded = False
-    return succeeded
+    return succeeded and not stopped.is_set()
 
 
 def collect(rows: Path, out: Path) -> int:

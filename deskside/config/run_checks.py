@@ -44,7 +44,7 @@ def check_parts_together(config: RunConfig) -> None:
     if config.precision.quantized:
         _check_precision(config)
     if config.optim.weights != "float32":
-        _check_bfloat16_weights(config, config.optim.weights)
+        _check_small_weights(config)
     if config.optim.gradients != "device":
         _check_gradients(config)
     _check_row_factors(config)
@@ -285,7 +285,7 @@ def _check_context_parallel(config: RunConfig) -> None:
     _refuse("parallel.context", unsupported)
 
 
-def _check_bfloat16_weights(config: RunConfig, weights: str) -> None:
+def _check_small_weights(config: RunConfig) -> None:
     """Raise ValueError, with the key and the remedy, if this run cannot store weights in bfloat16, or in 24 bits."""
     if config.adapter is not None:
         raise ValueError(
@@ -294,11 +294,12 @@ def _check_bfloat16_weights(config: RunConfig, weights: str) -> None:
         )
     if config.precision.name == "fp32":
         raise ValueError(
-            f"optim.weights: {weights} does not suit precision fp32; use bf16, or float32 weights"
+            f"optim.weights: {config.optim.weights} does not suit precision fp32; use bf16, or float32 weights"
         )
     if config.parallel.mode == "shard":
         raise ValueError(
-            f"optim.weights: {weights} weights cannot be sharded yet; use --parallel.mode replicate, or float32"
+            f"optim.weights: {config.optim.weights} weights cannot be sharded yet; use --parallel.mode replicate, or "
+            "float32"
         )
     if config.precision.accumulate == "fused":
         raise ValueError(

@@ -35,8 +35,9 @@ def adamw_update(
     first: int = 0,
     residual: Tensor | None = None,
 ) -> None:
-    """Update the flat weights `p` and their moments in place. Weights in 24 bits and in bfloat16 are rounded
-    stochastically.
+    """Update the flat weights `p` and their moments in place.
+
+    Weights in 24 bits and in bfloat16 are rounded stochastically.
 
     p, g: weights and gradient, (n,), contiguous.
     state: EXP_AVG and EXP_AVG_SQ (n,), in float32 (float64 for float64 weights) or bfloat16; or uint8 codes with

@@ -10,6 +10,7 @@ magnitude, through all binades:
     float32 pattern = (bfloat16 pattern << 16) + (residual << 8),   residual from -128 to 127
 
 so that the bfloat16 weight is the nearest one, away from zero if two are equally near, and joining both is exact.
+A residual belongs to its weight: a weight that is written without it, such as 0 beside -5, may be joined to NaN.
 Finite values beyond the largest such pattern become that pattern. Infinity and NaN have a residual of 0.
 """
 

@@ -119,18 +119,25 @@ class Workers:
         return None
 
 
-def test_after_ctrl_c_no_further_case_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("finished", [False, True])
+def test_after_ctrl_c_no_further_case_starts(
+    finished: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """finished: the workers have written all rows of whole rows before they end."""
     started: list[int] = []
     stopped = threading.Event()
 
     def interrupted(group: int, gpus: int, options: Any, spec: dict[str, Any], event: threading.Event) -> str:
         started.append(group)
         stopped.set()  # as `measure` does when it is interrupted
+        if finished:
+            scaling.append(Path(spec["rows"]), [case["row"] for case in spec["cases"]])
         return "interrupted"
 
     monkeypatch.setattr(scaling, "run_workers", interrupted)
     options = argparse.Namespace(out=tmp_path, others={})
-    share = [case for case in cases((1,)) if case.preset == "124m"]
+    share = [case for case in cases((1,)) if case.preset in ("124m", "indicmoe-3b")]
+    assert {case.mode == "context" for case in share} == {False, True}
     assert not scaling.measure_share(share, 0, 1, math.inf, options, stopped)
     assert started == [0] and not (tmp_path / "failed.jsonl").exists()
 

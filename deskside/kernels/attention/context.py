@@ -28,8 +28,8 @@ class AttentionContext:
         softcap * tanh(score / softcap), as in Gemma 2; None: they stay as they are.
     sinks_H: a score per head, float32, that takes part in the softmax of every query and has no value, as in gpt-oss.
     backend, window_backend: names in `BACKENDS`; window_backend is for layers with a window (None: `backend`).
-    ranks: the processes that share the rows, for the backend "gathered"; q, k and v are then this process's tokens, and
-        cu_seqlens has the boundaries of the whole rows. None: this process holds whole rows.
+    ranks: the processes that share the rows, for the backends of shared rows; q, k and v are then this process's
+        tokens, and cu_seqlens has the boundaries of the whole rows. None: this process holds whole rows.
     prepared: the backend's precomputed data, set by `prepare`.
     """
 

@@ -55,8 +55,8 @@ OTHERS = {"gathered-cudnn": "flash"}
 def backend_for(need: Requirements, seconds: Mapping[str, float]) -> str:
     """Return the name of the backend with which processes share the rows of this problem.
 
-    It is cuDNN's if the trial of whole rows found cuDNN to be correct and faster than torch's FlashAttention, or did
-    not try the latter, because the run asked for cuDNN. A trial with a window, with documents or with deterministic
+    It is cuDNN's if the trial of whole rows found cuDNN to be correct and faster than torch's FlashAttention, or has no
+    time of the latter, as when the run asked for cuDNN. A trial with a window, with documents or with deterministic
     kernels has no result for cuDNN. Otherwise it is FlashAttention's, and plain torch's on a CPU or in float32.
 
     need: the problem of whole rows. seconds: the trial's, by backend (`BackendChoice.seconds`); empty if there is none.
@@ -126,6 +126,8 @@ def check_chunks(need: Requirements, size: int, name: str) -> None:
         remedy = f"use --compute.attention {OTHERS[name]}, or {remedy}"
     try:
         error = chunk_error(need, size, KERNELS[name])
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as failure:
         first_line = next(iter(str(failure).strip().splitlines()), type(failure).__name__)
         raise RunError(

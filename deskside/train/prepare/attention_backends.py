@@ -147,7 +147,7 @@ def _try_attention(config: RunConfig, need: Requirements, use: Use, cache: Trial
     shared = {}
     if context > 1:
         shared[SHARED_ROWS] = name = gathered.backend_for(need, choice.seconds)
-        if need.device.type == "cuda":  # elsewhere, plain torch would be compared with itself
+        if name != "gathered":  # plain torch, which would be compared with itself
             gathered.check_chunks(need, context, name)
     return {
         "name": choice.name,

@@ -5,11 +5,9 @@
 
 import torch
 
+from deskside.kernels.attention.context import backend_named
 from deskside.train.prepare.attention_backends import AttentionBackends
 from deskside.utils.errors import UsageError
-
-# `flex` calls functions that torch.compile compiles and may compile again; `gathered` waits for other processes.
-UNSUPPORTED_ATTENTION = ("flex", "gathered", "gathered-flash", "gathered-cudnn")
 
 
 def check_execution(device: torch.device, mode: str) -> None:
@@ -29,7 +27,8 @@ def check_attention(attention: AttentionBackends) -> None:
     """Raise UsageError if an attention backend of the run cannot be captured."""
     pairs = [(attention.full, attention.windowed), *attention.stages.values()]
     for name in (name for pair in pairs for name in pair):
-        if name in UNSUPPORTED_ATTENTION:
+        # flex calls functions that torch.compile compiles and may compile again; shared rows wait for other processes.
+        if name is not None and (name == "flex" or backend_named(name).shared_rows):
             raise UsageError(
                 f"compute.cuda_graph: cannot contain the attention backend {name}, which was chosen for this run; use "
                 "another --compute.attention, or --compute.cuda_graph off"
