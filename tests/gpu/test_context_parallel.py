@@ -1,6 +1,5 @@
 """Shared rows on a GPU: chunks against plain torch, their speed, and a run on two GPUs against a run on one."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from deskside.kernels.attention import AttentionContext, ContextRanks, Requirements, gathered
-from deskside.kernels.attention.choose import flops, worst_error
+from deskside.kernels.attention.choose import worst_error
 from deskside.kernels.attention.chunks import CUDNN_CHUNKS, prepare_chunks
-from tests.gpu import card
 from tests.gpu.card import ADAMW, NEEDS_CARD, SHAPE, losses
 from tests.train import tiny_run
 
@@ -79,37 +77,6 @@ def test_cudnn_chunks_equal_float64(batch: int, heads: tuple[int, int, int]) -> 
             assert max(errors) < 1e-2, f"chunk {chunk.start}:{chunk.stop}, output and dq: {errors}"
     errors = [worst_error([x], [y]) for x, y in zip(found, expected, strict=True)]
     assert max(errors) < 1e-2, f"output, dq, dk, dv: {errors}"
-
-
-@card.ALONE
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs Hopper"
-)
-@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 4, 64), (16, 4, 128)])
-def test_cudnn_chunks_are_faster_on_hopper(heads: int, kv_heads: int, head_dim: int) -> None:
-    """Half of a row of 32,768 tokens, as `340m` and `indicmoe-3b` have it on each of two cards. Prints TFLOP/s."""
-    need = Requirements(1, 32768, heads, kv_heads, head_dim, torch.bfloat16, CARD)
-    context = AttentionContext(ranks=ContextRanks(None, 0, 2))
-    context = replace(context, prepared=prepare_chunks(context, 1, need.tokens // 2, CARD))
-    q, grad = (torch.randn(1, need.tokens, heads, head_dim, device=CARD).bfloat16() for _ in range(2))
-    k, v = torch.randn(1, need.tokens, 2 * kv_heads, head_dim, device=CARD).bfloat16().chunk(2, dim=2)
-    milliseconds = {}
-    for name in ("gathered-flash", "gathered-cudnn"):
-        kernel, times = gathered.KERNELS[name], []
-        for _ in range(6):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            card.spin(3)
-            begin.record()
-            for chunk in context.prepared.chunks:
-                own = slice(chunk.start, chunk.stop)
-                _, saved = kernel.forward(q[:, own], k, v, chunk, context)
-                kernel.backward(grad[:, own], (q[:, own], k, v), saved, chunk, context)
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end))
-        milliseconds[name] = min(times[2:])
-        print(f"{name}, head_dim {head_dim}: {flops(need) / 2 / milliseconds[name] / 1e9:.0f} TFLOP/s")
-    assert milliseconds["gathered-cudnn"] < milliseconds["gathered-flash"]
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
