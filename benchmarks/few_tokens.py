@@ -10,7 +10,7 @@ LAYERS layers with weights of their own, so that few of them are in the L2 cache
     GB/s    bytes of its weights per second
     torch   add_norm, torch's product, and the activation, each a kernel
 
---tiles tries every tile of TRIED too, and names the fastest (outputs, channels, warps, stages).
+--tiles tries every tile of ONE or MORE too, and names the fastest (outputs, channels, warps, stages).
 """
 
 import argparse
@@ -99,8 +99,10 @@ def arms(
         return fused.gated(out, "silu", True) if gated else out
 
     def ours(layer: int) -> object:
-        add_norm = AddNorm(delta, norm_weight, 1e-6) if norm else None
-        return few_tokens.linear(x, weights[layer], None, add_norm, activation, gated)
+        if norm:
+            add_norm = AddNorm(delta, norm_weight, 1e-6)
+            return few_tokens.add_norm_linear(x, add_norm, weights[layer], None, activation, gated)
+        return few_tokens.linear(x, weights[layer], None, activation, gated)
 
     return by_torch, ours
 

@@ -11,8 +11,8 @@ with the same prefix as an earlier one continues from the cached pages, and the 
 first of them to compute their common pages.
 
 The output of a row depends on its prompt, settings and seed, but not on the other rows of its batch, except for
-rounding: matrix products may round differently for another batch size or another chunk of a prompt, which can decide
-between two tokens of nearly equal probability.
+rounding: matrix products and attention may round differently for another batch size or another chunk of a prompt,
+which can decide between two tokens of nearly equal probability.
 
 On a GPU the host runs one step ahead: it queues a step before it has read the tokens of the previous one. If a step is
 short, it generates several tokens for each row. A row may therefore be decoded beyond its end; that output is

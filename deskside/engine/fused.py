@@ -68,7 +68,7 @@ class FusedBlocks(CachedBlocks):
         if slots.single:
             o_NHC = attend_from_new(
                 qkv_NW, norms, angles, layout, layer_cache.keys_values,
-                layer_cache.cache.table_BN, slots.position_BT[:, 0], context,
+                layer_cache.cache.table_BN, slots.position_BT[:, 0], layer_cache.cache.bound, context,
             )  # fmt: skip
             delta_BTD = _linear(attn.output, o_NHC.flatten(1)).view_as(residual_BTD)
             return residual_ND.view_as(residual_BTD), attn.normed(delta_BTD)
@@ -158,7 +158,7 @@ def _add_norm_linear(
     x_ND = residual_BTD.flatten(0, 1)
     if _covers_few_tokens(projection, x_ND):
         norm = few_tokens.AddNorm(delta_BTD.flatten(0, 1), operator.norm.weight, operator.norm.eps)
-        return few_tokens.linear(x_ND, projection.weight, projection.bias, norm, activation, gated)
+        return few_tokens.add_norm_linear(x_ND, norm, projection.weight, projection.bias, activation, gated)
     residual_ND, normed_ND = _add_norm(operator, residual_BTD, delta_BTD)
     out_NF = projection(normed_ND)
     if activation is not None:
@@ -172,7 +172,7 @@ def _linear(layer: Module, x: Tensor) -> Tensor:
     """Return layer(x); by the kernel for few tokens, if it takes the layer."""
     x_NK = x.flatten(0, -2)
     if isinstance(layer, Linear) and _covers_few_tokens(layer, x_NK):
-        return few_tokens.linear(x_NK, layer.weight, layer.bias)[1].unflatten(0, x.shape[:-1])
+        return few_tokens.linear(x_NK, layer.weight, layer.bias).unflatten(0, x.shape[:-1])
     out: Tensor = layer(x)
     return out
 

@@ -3,9 +3,9 @@
 While decoding, a row has one new token (or a few, which speculative decoding verifies), and attention reads all keys
 and values of the row, so memory bandwidth limits the speed. On a GPU the row is cut into spans that are read in
 parallel by different programs, and a second kernel combines their softmaxes (Flash-Decoding, Dao et al. 2023,
-pytorch.org/blog/flash-decoding). The length of a span depends only on the longest row that the cache can hold, so a
-row's result does not depend on the other rows of the batch. All query heads of one key-value head are one tile, so keys
-are read once for the group.
+pytorch.org/blog/flash-decoding). The length of a span depends on the longest row that the cache can hold, and with one
+new token also on the number of rows, so the other rows of a batch change a row's result only by rounding. All query
+heads of one key-value head are one tile, so keys are read once for the group.
 
 On a CPU, and for more new tokens than the kernel takes (texts whose likelihood is measured), the pages are first
 gathered into one tensor, some rows at a time: 256 rows of 8,192 cached tokens would need 1 GiB in bfloat16 for every
@@ -28,6 +28,7 @@ from deskside.kernels.fused import QkvLayout
 from deskside.kernels.fused.reference import qk_norm_rope
 
 MAX_TILE_ROWS = 64  # (query heads per key-value head) x (new tokens) that the kernel takes as one tile
+MAX_NEW_ROWS = 32  # the same for `attend_from_new`, whose tiles of 64 spill registers
 GATHERED_BYTES = 2**28  # keys and values that are gathered at once; a single row may exceed it
 MAX_HEAD_BYTES = 512  # of one head's channels: more would not fit a consumer card's shared memory
 KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
@@ -138,15 +139,17 @@ def attend_from_new(
     pools_PKSC: tuple[Tensor, Tensor],
     table_NM: Tensor,
     positions_N: Tensor,
+    bound: int,
     options: AttentionContext,
 ) -> Tensor:
     """`qk_norm_rope_into_cache`, then `paged_attention`, of one new token in each of N rows: (N, H, C).
 
-    norms, angles, layout: of `qk_norm_rope_into_cache`. table, positions, options: of `paged_attention`. Where
-    `kernel_supports` is True, one kernel does all but the sum over spans.
+    norms, angles, layout: of `qk_norm_rope_into_cache`. table, positions, bound, options: of `paged_attention`. On a
+    GPU, one kernel does all but the sum over spans, if it takes this many heads.
     """
     k_PKSC = pools_PKSC[0]
-    if kernel_supports(layout.heads // layout.kv_heads, k_PKSC):
+    group = layout.heads // layout.kv_heads
+    if group <= MAX_NEW_ROWS and kernel_supports(group, k_PKSC):
         from deskside.kernels.decode_new_triton import attend_from_new as kernel
 
         return kernel(qkv_NW, norms, angles, layout, pools_PKSC, table_NM, positions_N, options)
@@ -154,5 +157,4 @@ def attend_from_new(
     pages_N = table_NM.gather(1, (positions_N // page_size)[:, None])[:, 0]
     slots_N = (positions_N, pages_N, positions_N % page_size)
     q_NHC = qk_norm_rope_into_cache(qkv_NW, norms, angles, layout, pools_PKSC, slots_N)
-    bound = table_NM.shape[1] * page_size
     return paged_attention(q_NHC[:, None], *pools_PKSC, table_NM, positions_N[:, None], bound, options)[:, 0]

@@ -5,9 +5,8 @@ fused projection. Every program computes the query heads that it needs; the prog
 computes its key, writes key and value to the cache, and uses them from registers.
 
 It reads the last keys and values of its span, positions and page tables before the kernel before it, the projection,
-has finished (dependent_launch.py). They were written by earlier decoding steps and by kernels of this step that have
-finished: the embedding, which every step begins with, is launched without early start. They are read past the L1 cache
-(".cg"), which may hold lines from before these kernels.
+has finished. They were written before the embedding of this step, which is launched without early start
+(dependent_launch.py). They are read past the L1 cache (".cg"), which may hold lines from before.
 """
 
 import torch
@@ -21,9 +20,10 @@ from deskside.kernels.decode_triton import add_keys, add_loaded_keys, join_spans
 from deskside.kernels.dependent_launch import launch_options
 from deskside.kernels.fused.reference import QkvLayout
 
-MIN_SPAN, MAX_SPAN = 64, 1024
-# A span is doubled until the grid has at most this many programs, or a row one span.
-MAX_PROGRAMS = 1536
+MIN_SPAN = 64  # tokens that one program reads
+MAX_SPANS = 64  # of a row: the scratch memory grows with them
+# A span is doubled until the grid has at most this many programs, or a row few spans.
+MAX_PROGRAMS, FEW_SPANS = 1536, 2
 
 
 @triton.jit
@@ -107,12 +107,12 @@ def _attend_from_new(  # type: ignore[no-untyped-def]
     new_k = tl.zeros((1, BLOCK_C), K.dtype.element_ty)
     new_v = tl.zeros((1, BLOCK_C), V.dtype.element_ty)
     if end == newest + 1:
-        one = tl.arange(0, 1)[:, None]
-        KEY = QKV + (HEADS + kv) * C + one
+        zero = tl.arange(0, 1)[:, None]  # makes one row of what follows
+        KEY = QKV + (HEADS + kv) * C + zero
         channels = (c < C)[None, :]
         new_k = _normed_and_rotated(KEY, K_WEIGHT, cos, sin, eps, channels, C, BLOCK_C, ROPE).to(new_k.dtype)
         new_v = tl.load(KEY + KV_HEADS * C + c[None, :], channels, 0.0).to(new_v.dtype)
-        place = ((tl.load(TABLE + newest // S) * KV_HEADS + kv) * S + newest % S) * C + one + c[None, :]
+        place = ((tl.load(TABLE + newest // S) * KV_HEADS + kv) * S + newest % S) * C + zero + c[None, :]
         tl.store(K + place, new_k, channels)
         tl.store(V + place, new_v, channels)
     position = tl.where(m < GROUP, newest, -1)
@@ -153,14 +153,15 @@ def attend_from_new(
     # Each span's output, and log2 of its sum of exponentials.
     part = torch.empty(N, spans, 1, H, C, dtype=torch.float32, device=qkv_NW.device)
     lse = torch.empty(N, spans, 1, H, dtype=torch.float32, device=qkv_NW.device)
-    position_N = position_N.contiguous()
+    # A copy would be the kernel before this one, whose results it may not read before it waits.
+    assert position_N.is_contiguous() and table_NM.is_contiguous()
     block_c = max(16, triton.next_power_of_2(C))
     rows = max(16, triton.next_power_of_2(H // K))
     # Tokens per iteration, limited by a consumer card's shared memory and registers.
     tile = 64 if block_c * qkv_NW.element_size() <= 256 else 32
     precision, warps = ("ieee", 8) if qkv_NW.dtype == torch.float32 else ("tf32", 4)
     _attend_from_new[(N, K, spans)](
-        qkv_NW.contiguous(), *pools_PKSC, table_NM.contiguous(), position_N, part, lse,
+        qkv_NW.contiguous(), *pools_PKSC, table_NM, position_N, part, lse,
         *(norms or (None, None)), *(angles or (None, None)), *scale_and_softcap(options, C), window or 0, layout.eps,
         width, H, K, C, S, spans, span, tile, rows, block_c,
         window is not None, options.softcap is not None, precision,
@@ -172,6 +173,8 @@ def attend_from_new(
 def span_size(max_length: int, groups: int) -> int:
     """Return the tokens per span for rows of at most `max_length` tokens. groups: rows x key-value heads."""
     span = MIN_SPAN
-    while span < MAX_SPAN and groups * triton.cdiv(max_length, span) > MAX_PROGRAMS:
+    while (spans := triton.cdiv(max_length, span)) > MAX_SPANS or (
+        spans > FEW_SPANS and groups * spans > MAX_PROGRAMS
+    ):
         span *= 2
     return span

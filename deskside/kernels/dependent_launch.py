@@ -2,9 +2,10 @@
 
 The kernels of a decoding step take a few microseconds each, and between two of them a GPU otherwise idles for about one
 more. A kernel launched with `launch_pdl` starts as soon as all blocks of its predecessor have called
-`gdc_launch_dependents`, which those here do first. It may then load what no kernel of the step writes, such as weights.
-`gdc_wait` waits until the predecessor has finished and its results can be read. A kernel must call it before it reads
-or writes anything else, whatever its predecessor: because each kernel waits, all earlier ones have finished too.
+`gdc_launch_dependents`, which most do first, so several kernels may be waiting at a time. `gdc_wait` waits until the
+predecessor has finished and its results can be read. Because each kernel waits, all earlier ones have finished too.
+Before it, a kernel may read only what was written before the last kernel without an early start, and write nothing: in
+a decoding step the embedding has none, so weights, positions, page tables and the keys of earlier tokens may be read.
 
 It needs compute capability 9.0 (CUDA C++ programming guide, "programmatic dependent launch and synchronization"). On an
 H200 it makes decoding with 124m 1 to 3 % faster (docs/performance.md). With the many blocks of a prompt, it made the

@@ -2,8 +2,9 @@
 
 A decoding step multiplies every weight with one token of each row. Reading the weights takes most of the time, and the
 rest is latency: a kernel of a few microseconds waits for its launch, for its first bytes, and for its last block. So a
-layer should have few kernels, and each should have all of its loads in flight at once. The kernels here read their
-weights before the kernel before them has finished (`dependent_launch.py`). For one token, every program computes the
+layer should have few kernels, and each should have all of its loads in flight at once. The kernels here read
+their first weights, or ask for them to be moved to the L2 cache, before the kernel before them has finished
+(`dependent_launch.py`). For one token, every program computes the
 norm itself, and multiplies by its factor after the product, so that the sum of squares and the product are one pass:
 
     w (x rstd g) = rstd (w (x g))
@@ -20,7 +21,8 @@ from torch import Tensor
 
 from deskside.kernels.functional import ACTIVATIONS, at_least_float32
 
-MAX_TOKENS = 64  # with more, torch's products are faster (benchmarks.few_tokens)
+# Compared with torch for 124m in bfloat16, at 1, 16 and 64 tokens (docs/performance.md), not for larger models.
+MAX_TOKENS = 64
 KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
@@ -36,19 +38,41 @@ def linear(
     x_NK: Tensor,
     weight_FK: Tensor,
     bias_F: Tensor | None = None,
-    norm: AddNorm | None = None,
+    activation: str | None = None,
+    gated: bool = False,
+) -> Tensor:
+    """Return the output of a linear layer, (N, F).
+
+    activation: applied to the product, with `gated` to its first half, which is then multiplied by the second half:
+    weight and bias have 2 F rows.
+    """
+    return _sum_and_output(x_NK, None, weight_FK, bias_F, activation, gated)[1]
+
+
+def add_norm_linear(
+    x_NK: Tensor,
+    norm: AddNorm,
+    weight_FK: Tensor,
+    bias_F: Tensor | None = None,
     activation: str | None = None,
     gated: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return x, or its sum with norm.delta, and the output of the layer: (N, K), (N, F).
+    """Return x + norm.delta, (N, K), and the output of a linear layer for its norm, (N, F). Others: as `linear`."""
+    return _sum_and_output(x_NK, norm, weight_FK, bias_F, activation, gated)
 
-    norm: added to x and applied first. activation: applied to the product, with `gated` to its first half, which is
-    then multiplied by the second half: weight and bias have 2 F rows.
-    """
+
+def _sum_and_output(
+    x_NK: Tensor,
+    norm: AddNorm | None,
+    weight_FK: Tensor,
+    bias_F: Tensor | None,
+    activation: str | None,
+    gated: bool,
+) -> tuple[Tensor, Tensor]:
     if x_NK.is_cuda:
-        from deskside.kernels.few_tokens_triton import linear as kernel
+        from deskside.kernels.few_tokens_triton import launch
 
-        return kernel(x_NK, weight_FK, bias_F, norm, activation, gated)
+        return launch(x_NK, norm, weight_FK, bias_F, activation, gated)
     normed_NK = x_NK
     if norm is not None:
         x_NK = x_NK + norm.delta_NK

@@ -48,8 +48,8 @@ TILES = {
 
 @triton.jit
 def _one_token(  # type: ignore[no-untyped-def]
-    X, DELTA, SUM, NORM_WEIGHT, WEIGHT, BIAS, OUT, eps, F,
-    K: tl.constexpr, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr,
+    X, DELTA, SUM, NORM_WEIGHT, WEIGHT, BIAS, OUT, eps,
+    F: tl.constexpr, K: tl.constexpr, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr,
     KIND: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute OUTPUTS elements of OUT (F,). X, DELTA, SUM: (K,). WEIGHT: (F, K), or (2 F, K) if GATED."""
@@ -62,7 +62,7 @@ def _one_token(  # type: ignore[no-untyped-def]
     # The first weights are read before the kernel before this one has finished.
     w = tl.load(rows, inside & (k < K)[None, :], 0.0, cache_modifier=".cg")
     if GATED:
-        rows_up = rows + F.to(tl.int64) * K
+        rows_up = rows + F * K
         u = tl.load(rows_up, inside & (k < K)[None, :], 0.0, cache_modifier=".cg")
     if PDL:
         gdc_wait()
@@ -110,9 +110,9 @@ PREFETCH = tl.constexpr(_PREFETCH)
 
 @triton.jit
 def _few_tokens(  # type: ignore[no-untyped-def]
-    X, WEIGHT, BIAS, OUT, N, F,
-    K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr, LINES: tl.constexpr,
-    KIND: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    X, WEIGHT, BIAS, OUT, N,
+    F: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr,
+    LINES: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute OUTPUTS columns of OUT (N, F). X: (N, K). LINES: of 128 bytes in a row of the weight, rounded up."""
     if PDL:
@@ -120,7 +120,7 @@ def _few_tokens(  # type: ignore[no-untyped-def]
     f = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     n = tl.arange(0, ROWS)
     rows = WEIGHT + tl.minimum(f, F - 1).to(tl.int64)[:, None] * K
-    rows_up = rows + F.to(tl.int64) * K
+    rows_up = rows + F * K
     if PDL:
         line = tl.minimum(tl.arange(0, LINES) * (128 // (X.dtype.element_ty.primitive_bitwidth // 8)), K - 1)
         tl.inline_asm_elementwise(
@@ -187,15 +187,15 @@ def padded(tokens: int) -> int:
     return 1 if tokens == 1 else max(16, next_power_of_2(tokens))
 
 
-def linear(
+def launch(
     x_NK: Tensor,
+    norm: AddNorm | None,
     weight_FK: Tensor,
     bias_F: Tensor | None = None,
-    norm: AddNorm | None = None,
     activation: str | None = None,
     gated: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """See `few_tokens.linear`."""
+    """Return x, or its sum with norm.delta, and the output. See `few_tokens.add_norm_linear`; norm may be None."""
     x_NK = x_NK.contiguous()
     N, K = x_NK.shape
     F = len(weight_FK) // (2 if gated else 1)

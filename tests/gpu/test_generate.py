@@ -14,10 +14,11 @@ from deskside.engine.fused import FusedBlocks
 from deskside.engine.generate import generate
 from deskside.engine.requests import Request
 from deskside.engine.sampling import GREEDY, Sampling
-from deskside.kernels import decode
+from deskside.kernels import decode, dependent_launch, few_tokens
 from deskside.kernels.attention import AttentionContext
 from deskside.kernels.attention.reference import decode_attention
 from deskside.kernels.decode import gather_pages, paged_attention
+from deskside.kernels.fused import QkvLayout
 from deskside.kernels.prefill import packed_attention, packed_kernel_supports
 from deskside.kernels.stored_weights import linear_from_codes
 from deskside.model.block import DEFAULT_BLOCKS
@@ -220,6 +221,85 @@ def test_the_kernel_equals_float64(
     truth = decode_attention(q.double(), keys, values, positions, options)
     error = float((got.double() - truth).norm() / truth.norm())
     assert error < {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("H", "K", "C"), [(12, 3, 64), (32, 8, 128), (32, 1, 128)])
+@pytest.mark.parametrize(("rows", "window"), [(1, None), (6, None), (6, 300), (64, None)])
+def test_attention_from_new_equals_its_two_steps(
+    H: int,
+    K: int,
+    C: int,
+    rows: int,
+    window: int | None,
+    dtype: torch.dtype,
+    early: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Compare with QK-norm, RoPE and cache write in torch, and then attention in float64."""
+    monkeypatch.setattr(dependent_launch, "ENABLED", early)
+    torch.manual_seed(0)
+    width, layout = 64, QkvLayout(H, K, C, 1e-6)
+    last = torch.randint(0, 2048, (rows,))
+    last[0] = 2047
+    table = torch.randperm(rows * width).view(rows, width)
+    pools = [torch.randn(rows * width, K, 32, C) for _ in range(2)]
+    qkv, angle = torch.randn(rows, layout.width), torch.randn(2048, C // 2)
+    norms, angles = (torch.rand(C) + 0.5, torch.rand(C) + 0.5), (angle.cos(), angle.sin())
+    options = AttentionContext(window=window)
+    card_pools = [pool.to(DEVICE, dtype) for pool in pools]
+    card_norms, card_angles = (tuple(x.to(DEVICE) for x in pair) for pair in (norms, angles))
+    got = decode.attend_from_new(
+        qkv.to(DEVICE, dtype),
+        card_norms,  # type: ignore[arg-type]
+        card_angles,  # type: ignore[arg-type]
+        layout,
+        (card_pools[0], card_pools[1]),
+        table.to(DEVICE),
+        last.to(DEVICE),
+        2048,
+        options,
+    )
+    rounded = [x.to(dtype).double() for x in (qkv, *pools)]
+    truth = decode.attend_from_new(
+        rounded[0], norms, angles, layout, (rounded[1], rounded[2]), table, last, 2048, options
+    )
+    limit = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}[dtype]
+    for ours, theirs in ((got, truth), *zip(card_pools, rounded[1:], strict=True)):
+        assert float((ours.double().cpu() - theirs).norm() / theirs.norm()) < limit
+
+
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 2, 17, 64])
+@pytest.mark.parametrize(("K", "F", "gated"), [(768, 2048, True), (2048, 768, False), (100, 60, True)])
+def test_layers_of_few_tokens_equal_float64(
+    K: int, F: int, gated: bool, rows: int, dtype: torch.dtype, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer is the input of the next one, so that a kernel that did not wait would read old values."""
+    monkeypatch.setattr(dependent_launch, "ENABLED", early)
+    torch.manual_seed(0)
+    x, delta = torch.randn(2, rows, K).to(dtype)
+    weights = (torch.randn(6, F * (2 if gated else 1), K) / K**0.5).to(dtype)
+    back = (torch.randn(6, K, F) / F**0.5).to(dtype)
+    norm_weight = torch.rand(K) + 0.5
+
+    def chain(*tensors: torch.Tensor) -> torch.Tensor:
+        x, delta, weights, back, norm_weight = tensors
+        for layer in range(6):
+            norm = few_tokens.AddNorm(delta, norm_weight, 1e-6)
+            x, hidden = few_tokens.add_norm_linear(
+                x, norm, weights[layer], None, "silu" if gated else None, gated
+            )
+            delta = few_tokens.linear(hidden, back[layer])
+        return x + delta
+
+    tensors = (x, delta, weights, back, norm_weight)
+    got = chain(*(tensor.to(DEVICE) for tensor in tensors))
+    truth = chain(*(tensor.double() for tensor in tensors))
+    error = float((got.double().cpu() - truth).norm() / truth.norm())
+    assert error < {torch.float32: 2e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

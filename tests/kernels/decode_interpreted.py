@@ -35,7 +35,8 @@ NEW_TOKENS = 3
 
 
 def error(ours: Tensor, truth: Tensor) -> float:
-    return float((ours - truth).norm() / truth.norm())
+    """Return the relative error; infinity if a value is NaN."""
+    return float(((ours - truth).norm() / truth.norm()).nan_to_num(float("inf")))
 
 
 def attention(found: dict[str, float]) -> None:
@@ -122,12 +123,17 @@ def attention_from_new(found: dict[str, float]) -> None:
         norms = (torch.rand(C) + 0.5, torch.rand(C) + 0.5) if norm else None
         angles = (angle.cos(), angle.sin()) if rope else None
         expected = tuple(pool.clone() for pool in pools)
-        ours = decode_new_triton.attend_from_new(qkv, norms, angles, layout, pools, table, last, options)
-        truth = decode.attend_from_new(qkv, norms, angles, layout, expected, table, last, options)
-        written = max(
-            error(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(pools, expected, strict=True)
-        )
-        found[f"attention from new {H} {K} {C} {size}"] = max(error(ours, truth), written)
+        truth = decode.attend_from_new(qkv, norms, angles, layout, expected, table, last, 600, options)
+        for span in (64, 256):  # one tile, and several
+            written = tuple(pool.clone() for pool in pools)
+            with mock.patch.object(decode_new_triton, "span_size", lambda length, groups, span=span: span):
+                ours = decode_new_triton.attend_from_new(
+                    qkv, norms, angles, layout, written, table, last, options
+                )
+            pages = [
+                error(a.nan_to_num(7.0), b.nan_to_num(7.0)) for a, b in zip(written, expected, strict=True)
+            ]
+            found[f"attention from new {H} {K} {C} {size}, spans of {span}"] = max(error(ours, truth), *pages)
 
 
 def noise(found: dict[str, float]) -> None:
@@ -158,7 +164,9 @@ def engine(found: dict[str, float]) -> None:
         mock.patch.object(decode, "kernel_supports", lambda rows, pool: True),
         mock.patch.object(fused, "qk_norm_rope_into_cache", decode_triton.qk_norm_rope_into_cache),
         mock.patch.object(few_tokens, "supports", lambda x, weight: len(x) <= few_tokens.MAX_TOKENS),
-        mock.patch.object(few_tokens, "linear", few_tokens_triton.linear),
+        mock.patch.object(
+            few_tokens, "_sum_and_output", lambda x, norm, *others: few_tokens_triton.launch(x, norm, *others)
+        ),
         mock.patch.object(steps, "greedy_tokens", decode_step_triton.greedy_tokens),
         mock.patch.object(steps, "write_state", decode_step_triton.write_state),
     ):

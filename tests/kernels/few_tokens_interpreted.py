@@ -9,16 +9,28 @@ from deskside.kernels.few_tokens import AddNorm
 def products() -> dict[str, float]:
     """Return the largest relative error of the output and of the sum by case."""
     found = {}
-    for N, K, F in ((1, 48, 24), (1, 2100, 5), (2, 96, 40), (5, 40, 6), (16, 300, 17)):
+    for N, K, F in (
+        (1, 48, 24),
+        (1, 2100, 5),
+        (2, 96, 40),
+        (5, 40, 6),
+        (16, 300, 17),
+        (33, 128, 5),
+        (64, 96, 1),
+    ):
         for activation, gated in ((None, False), ("silu", True), ("gelu_new", False)):
             for norm in (False, True):
                 x, weight = torch.randn(N, K), torch.randn(F * (2 if gated else 1), K) / K**0.5
                 bias = torch.randn(len(weight)) if norm else None
                 add_norm = AddNorm(torch.randn(N, K), torch.rand(K) + 0.5, 1e-6) if norm else None
-                ours = few_tokens_triton.linear(x, weight, bias, add_norm, activation, gated)
-                wide = None if add_norm is None else AddNorm(add_norm[0].double(), add_norm[1].double(), 1e-6)
+                ours = few_tokens_triton.launch(x, add_norm, weight, bias, activation, gated)
                 wide_bias = None if bias is None else bias.double()
-                truth = few_tokens.linear(x.double(), weight.double(), wide_bias, wide, activation, gated)
+                function = (weight.double(), wide_bias, activation, gated)
+                if add_norm is None:
+                    truth = x.double(), few_tokens.linear(x.double(), *function)
+                else:
+                    wide = AddNorm(add_norm.delta_NK.double(), add_norm.weight_K.double(), 1e-6)
+                    truth = few_tokens.add_norm_linear(x.double(), wide, *function)
                 found[f"{N} x {K} x {F}, {activation}, norm {norm}"] = max(
                     float((a - b).norm() / b.norm()) for a, b in zip(ours, truth, strict=True)
                 )

@@ -53,6 +53,7 @@ DECODED = (  # query heads, key-value heads, channels, new tokens, window, dtype
     (16, 16, 256, 1, None, torch.bfloat16),
     (12, 3, 64, 1, None, torch.float32),
     (16, 1, 128, 4, None, torch.float32),
+    (32, 1, 128, 1, None, torch.bfloat16),
 )
 ACTIVATIONS = (("silu", True), ("gelu", False), ("gelu_new", False), ("relu2", False))
 
@@ -445,14 +446,14 @@ def _few_tokens() -> Iterator[CompileCase]:
         x, gate_up = _new(N, K, dtype=dtype), _new(2 * F, K, dtype=dtype)
         norm = AddNorm(_new(N, K, dtype=dtype), _float(K), 1e-6)
         how = f"{N} tokens, {K} to {F}, {str(dtype).removeprefix('torch.')}"
-        linear = few_tokens_triton.linear
+        launch = few_tokens_triton.launch
         for name, arguments in (
-            (f"gated product of {how}", (x, gate_up, _new(2 * F, dtype=dtype), norm, "silu", True)),
-            (f"product of {how}", (x, gate_up[:F], None, norm if N == 1 else None)),
+            (f"gated product of {how}", (x, norm, gate_up, _new(2 * F, dtype=dtype), "silu", True)),
+            (f"product of {how}", (x, norm if N == 1 else None, gate_up[:F])),
         ):
-            number = 1 if N > 1 and arguments[3] is not None else 0  # after the norm
-            yield recorded(name, CAPABILITIES, linear, *arguments, number=number)
-            yield _started_early(name, linear, *arguments, number=number)
+            number = 1 if N > 1 and arguments[1] is not None else 0  # after the norm
+            yield recorded(name, CAPABILITIES, launch, *arguments, number=number)
+            yield _started_early(name, launch, *arguments, number=number)
         if N > 1:
             yield recorded(f"add_norm of {how}", CAPABILITIES, few_tokens_triton.add_norm, x, norm)
             yield _started_early(f"add_norm of {how}", few_tokens_triton.add_norm, x, norm)

@@ -60,6 +60,8 @@ HARDEST = {
     "gate backward to FP8, silu 5120",
     "route at once 8 of 128",
     "gated product of 64 tokens, 768 to 2048, bfloat16",
+    "gated product of 1 tokens, 768 to 2048, bfloat16, early start",
+    "decode attention from new 12 x 3 x 64, 1 tokens, window None, bfloat16, early start",
     "decode attention from new 32 x 8 x 128, 1 tokens, window None, bfloat16",
     "exponentials of 64",
     "exponentials of 151936",
@@ -192,6 +194,24 @@ def test_builds_for(case: CompileCase, capability: int, build: Build) -> None:
 
 def named(name: str) -> CompileCase:
     return next(case for case in CASES if case.name == name)
+
+
+EARLY_READS = {  # kernels that read global memory before they wait for the one before them, and how
+    "_one_token": r"ld\.global\.cg",
+    "_attend_from_new": r"ld\.global(\.cg|\.b32|\.v\d\.b32)",  # also cos and sin
+    "_add_norm": r"ld\.global(\.v\d)?\.b32",  # its weight
+}
+EARLY = [case for case in CASES if case.name.endswith("early start") and "16 x 16 x 256" not in case.name]
+
+
+@pytest.mark.parametrize("case", EARLY, ids=lambda case: case.name)
+def test_no_kernel_touches_what_others_write_before_it_waits(case: CompileCase, build: Build) -> None:
+    before, wait, _ = build(case, 90).ptx.partition("griddepcontrol.wait")
+    assert wait
+    allowed = EARLY_READS.get(case.kernel.fn.__qualname__)
+    reads = re.findall(r"ld\.global\S*", before)
+    assert not re.search(r"(st|red|atom)\.global", before)
+    assert all(allowed is not None and re.match(allowed, read) for read in reads), reads
 
 
 def test_consumer_blackwell_multiplies_nvfp4_natively(build: Build) -> None:
