@@ -339,8 +339,8 @@ def check_prompt(prompt: Sequence[int], vocabulary: int, limit: int, name: str =
         raise UsageError(f"{name}: is empty; begin it with the end-of-text token")
     if len(prompt) > limit:
         raise UsageError(f"{name}: {len(prompt)} tokens do not fit the model's {limit} positions; shorten it")
-    invalid = next((token for token in prompt if not 0 <= token < vocabulary), None)
-    if invalid is not None:
+    if min(prompt) < 0 or max(prompt) >= vocabulary:
+        invalid = next(token for token in prompt if not 0 <= token < vocabulary)
         raise UsageError(
             f"{name}: token {invalid} is outside of the model's vocabulary of {vocabulary}; "
             "use the tokenizer that the model was trained with"

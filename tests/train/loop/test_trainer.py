@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from deskside.cli.main import main
+from deskside.cli.main import GPU_MEMORY_HINT, main
 from deskside.config.run import RunConfig
 from deskside.config.sections import PrecisionConfig
 from deskside.data.reading.loader import Batch, Loader, LoaderOptions
@@ -268,7 +268,7 @@ def test_out_of_memory_is_met_with_smaller_passes_of_the_same_batch(
     assert curve(run) == curve(fitted)
 
 
-def test_a_run_that_is_out_of_memory_later_ends_with_one_line_and_can_be_resumed(
+def test_a_run_that_is_out_of_memory_later_says_what_to_do_and_can_be_resumed(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It loses the steps since the last checkpoint. A resumed run has the same passes, whether they fit or not."""
@@ -291,7 +291,8 @@ def test_a_run_that_is_out_of_memory_later_ends_with_one_line_and_can_be_resumed
     for fails_at[0] in (8, 1):  # in the same step, then already in the dry step
         assert main(["train", "--resume", str(run)]) == 1
         said = capsys.readouterr().err.splitlines()
-        assert said[-1] == "deskside: out of memory: CUDA out of memory. Tried to allocate 1 GiB. More text."
+        out_of_memory = "deskside: out of memory: CUDA out of memory. Tried to allocate 1 GiB. More text."
+        assert said[-2:] == [out_of_memory, GPU_MEMORY_HINT]
         assert rows(run)[-1]["step"] == 6 and "out of memory" not in events(run)
     fails_at.clear()
     assert main(["train", "--resume", str(run)]) == 0
