@@ -201,10 +201,16 @@ EARLY_READS = {  # kernels that read global memory before they wait for the one 
     "_attend_from_new": r"ld\.global(\.cg|\.b32|\.v\d\.b32)",  # also cos and sin
     "_add_norm": r"ld\.global(\.v\d)?\.b32",  # its weight
 }
-EARLY = [case for case in CASES if case.name.endswith("early start") and "16 x 16 x 256" not in case.name]
+EARLY = [
+    pytest.param(
+        case, id=case.name, marks=pytest.mark.full if "float32" in case.name or "x 128" in case.name else []
+    )
+    for case in CASES
+    if case.name.endswith("early start")
+]
 
 
-@pytest.mark.parametrize("case", EARLY, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", EARLY)
 def test_no_kernel_touches_what_others_write_before_it_waits(case: CompileCase, build: Build) -> None:
     before, wait, _ = build(case, 90).ptx.partition("griddepcontrol.wait")
     assert wait
