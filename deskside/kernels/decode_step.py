@@ -1,4 +1,4 @@
-"""What a decoding step does after the model: the most probable tokens, and the new state of the rows.
+"""The end of a decoding step, after the model: the most probable tokens, and the new state of the rows.
 
 In torch these are a dozen kernels, each of which takes longer to start than to compute.
 """

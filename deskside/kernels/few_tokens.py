@@ -27,7 +27,7 @@ KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
 class AddNorm(NamedTuple):
-    """What the tokens are added to, and the RMSNorm of the sum. delta: (N, K); weight: (K,)."""
+    """Residual add and RMSNorm before a layer: x + delta is normalised. delta: (N, K); weight: (K,)."""
 
     delta_NK: Tensor
     weight_K: Tensor

@@ -24,7 +24,7 @@ NO_ACTIVATION = -1
 
 
 class Tile(NamedTuple):
-    """outputs: of a program. channels: that it multiplies at once. stages: in which it reads them."""
+    """Tile of a program, its warps, and the stages of its loads: outputs x channels of the weight at once."""
 
     outputs: int
     channels: int
@@ -166,7 +166,7 @@ def _few_tokens(  # type: ignore[no-untyped-def]
 def _add_norm(  # type: ignore[no-untyped-def]
     X, DELTA, WEIGHT, SUM, NORMED, eps, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Add and normalise one token. All but WEIGHT (K,) are (N, K)."""
+    """Add and normalise one token, like `triton_norm.add_norm`, with an early start. All but WEIGHT (K,) are (N, K)."""
     if PDL:
         gdc_launch_dependents()
     k = tl.arange(0, BLOCK)
