@@ -263,7 +263,7 @@ def processes_with(text: str) -> set[int]:
     return found
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGKILL, marks=pytest.mark.full)])
 def test_workers_end_with_the_command(number: signal.Signals, tmp_path: Path) -> None:
     """The workers of a command that `timeout` had ended held two cards when the next command began."""
     model = [f"--model.{key}={value}" for key, value in SHAPE.items()]
