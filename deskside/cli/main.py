@@ -27,6 +27,11 @@ from deskside.utils import launched, signals
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
 
+GPU_MEMORY_HINT = (
+    "deskside: nvidia-smi shows what else uses the GPU; deskside plan --here names options that need less memory; "
+    "a training run goes on from its last checkpoint with --resume"
+)
+
 # command -> (module, function, description)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     name: (f"deskside.cli.{name.replace('-', '_')}", "run", about)
@@ -104,12 +109,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             if debug:
                 raise
             return _unexpected(error)
-
-
-GPU_MEMORY_HINT = (
-    "deskside: nvidia-smi shows what else uses the GPU; deskside plan --here names options that need less memory; "
-    "a training run goes on from its last checkpoint with --resume"
-)
 
 
 def _failed(text: str, kind: launched.Kind, code: int) -> int:

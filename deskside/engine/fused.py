@@ -66,17 +66,16 @@ class FusedBlocks(CachedBlocks):
         slots, angles = layer_cache.slots, self._model.rope_tables(attn.rope)
         context = attn.with_sinks(attn.context(PLAIN))
         if slots.single:
-            o_NHC = attend_from_new(
+            o_BTHC = attend_from_new(
                 qkv_NW, norms, angles, layout, layer_cache.keys_values,
                 layer_cache.cache.table_BN, slots.position_BT[:, 0], layer_cache.cache.bound, context,
-            )  # fmt: skip
-            delta_BTD = _linear(attn.output, o_NHC.flatten(1)).view_as(residual_BTD)
-            return residual_ND.view_as(residual_BTD), attn.normed(delta_BTD)
-        where = (slots.position_BT.flatten(), slots.page_BT.flatten(), slots.offset_BT.flatten())
-        q_BTHC = qk_norm_rope_into_cache(
-            qkv_NW, norms, angles, layout, layer_cache.keys_values, where
-        ).unflatten(0, (B, T))
-        o_BTHC = layer_cache.attention(q_BTHC, context)
+            )[:, None]  # fmt: skip
+        else:
+            where = (slots.position_BT.flatten(), slots.page_BT.flatten(), slots.offset_BT.flatten())
+            q_BTHC = qk_norm_rope_into_cache(
+                qkv_NW, norms, angles, layout, layer_cache.keys_values, where
+            ).unflatten(0, (B, T))
+            o_BTHC = layer_cache.attention(q_BTHC, context)
         return residual_ND.view_as(residual_BTD), attn.normed(_linear(attn.output, o_BTHC.flatten(2)))
 
     @staticmethod

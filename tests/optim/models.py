@@ -1,11 +1,16 @@
 """Small models for the optimizer tests, built from the real operators."""
 
+import math
+
+import pytest
 import torch
 from torch import Tensor, nn
 
 from deskside.budget.scaling import Scaling
 from deskside.ops.linear import Embedding, Linear
 from deskside.ops.moe import Experts
+from deskside.optim import adamw, offload
+from deskside.optim.build import Optimizer
 
 NO_SCALING = Scaling(lr=1.0, embedding_lr=1.0, weight_decay=1.0)
 
@@ -57,3 +62,22 @@ def backward(model: nn.Module, seed: int) -> None:
 def weights(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of all parameters."""
     return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def lower_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lower the size limits of updates and transfers, because these models have at most 384 weights in a matrix."""
+    monkeypatch.setattr(adamw, "SMALL", 64)
+    monkeypatch.setattr(adamw, "OWN_LAUNCH", 64)
+    monkeypatch.setattr(offload, "PIECE", 256)
+
+
+def check_skipped_step(model: nn.Module, optimizer: Optimizer) -> None:
+    """Skip a step with gradients of NaN and infinity, and assert that it changes no bit of weights and states."""
+    before, state = weights(model), {k: v.clone() for k, v in optimizer.state_dict_flat()[0].items()}
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, (math.nan, math.inf)[number % 2])
+    optimizer.step(torch.tensor(1.0))
+    for name, value in weights(model).items():
+        assert torch.equal(value, before[name]), name
+    for name, value in optimizer.state_dict_flat()[0].items():
+        assert torch.equal(value, state[name]), name

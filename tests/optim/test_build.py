@@ -16,7 +16,7 @@ from deskside.model.transformer import Transformer
 from deskside.optim.build import Optimizer, build
 from deskside.utils.errors import RunError, UsageError
 from tests.model.tiny import TINY
-from tests.optim.models import NO_SCALING, backward, make, weights
+from tests.optim.models import NO_SCALING, backward, check_skipped_step, make, weights
 
 CONFIGS = [
     AdamWConfig(),
@@ -207,16 +207,9 @@ def test_a_skipped_step_changes_nothing(config: AdamWConfig | MuonConfig) -> Non
     optimizer, other = build(model, config, NO_SCALING), build(untouched, config, NO_SCALING)
     train(model, optimizer, range(3), skip=True)
     train(untouched, other, range(3), skip=True)
-    before, state = weights(model), {k: v.clone() for k, v in optimizer.state_dict_flat()[0].items()}
-    for number, parameter in enumerate(model.parameters()):
-        parameter.grad = torch.full_like(parameter, (math.nan, math.inf)[number % 2])
     optimizer.set_progress(1.0, 0.2, 3)
-    optimizer.step(torch.tensor(1.0))
+    check_skipped_step(model, optimizer)
     optimizer.zero_grad()
-    for name, value in weights(model).items():
-        assert torch.equal(value, before[name]), name
-    for name, value in optimizer.state_dict_flat()[0].items():
-        assert torch.equal(value, state[name]), name
     train(model, optimizer, range(3, 6), skip=True)
     train(untouched, other, range(3, 6), skip=True)
     for name, value in weights(model).items():

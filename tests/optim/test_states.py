@@ -3,7 +3,6 @@ exact resume, skips, convergence, refusals.
 """
 
 import json
-import math
 from typing import Any
 
 import pytest
@@ -11,11 +10,11 @@ import torch
 from torch import nn
 
 from deskside.config.optim import AdamWConfig, MuonConfig
-from deskside.optim import adamw, offload
+from deskside.optim import adamw
 from deskside.optim.build import Optimizer, build
 from deskside.optim.offload import OffloadJob, Streamer, host_zeros, pieces
 from deskside.utils.errors import RunError, UsageError
-from tests.optim.models import NO_SCALING, backward, make, weights
+from tests.optim.models import NO_SCALING, backward, check_skipped_step, lower_limits, make, weights
 
 Config = AdamWConfig | MuonConfig
 
@@ -37,10 +36,7 @@ IDS = [f"{c.name} {c.states}{' offload' if c.offload else ''}" for c in CONFIGS]
 
 @pytest.fixture(autouse=True)
 def tiny_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lower the size limits, because these tests' models have at most 384 weights in a matrix."""
-    monkeypatch.setattr(adamw, "SMALL", 64)
-    monkeypatch.setattr(adamw, "OWN_LAUNCH", 64)
-    monkeypatch.setattr(offload, "PIECE", 256)
+    lower_limits(monkeypatch)
 
 
 def train(model: nn.Module, optimizer: Optimizer, steps: range, skip: bool = True) -> None:
@@ -79,14 +75,7 @@ def test_a_skipped_step_changes_nothing(given: Config) -> None:
     model = make(moe=True)
     optimizer = build(model, given, NO_SCALING)
     train(model, optimizer, range(3))
-    before, state = weights(model), {k: v.clone() for k, v in optimizer.state_dict_flat()[0].items()}
-    for number, parameter in enumerate(model.parameters()):
-        parameter.grad = torch.full_like(parameter, (math.nan, math.inf)[number % 2])
-    optimizer.step(torch.tensor(1.0))
-    for name, value in weights(model).items():
-        assert torch.equal(value, before[name]), name
-    for name, value in optimizer.state_dict_flat()[0].items():
-        assert torch.equal(value, state[name]), name
+    check_skipped_step(model, optimizer)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

@@ -11,10 +11,9 @@ from torch import nn
 from deskside.config import merge
 from deskside.config.optim import AdamWConfig, MuonConfig
 from deskside.kernels.weights_24bit import joined
-from deskside.optim import adamw, offload
 from deskside.optim.build import Optimizer, build
 from deskside.utils.errors import UsageError
-from tests.optim.models import NO_SCALING, make, weights
+from tests.optim.models import NO_SCALING, check_skipped_step, lower_limits, make, weights
 
 Config = AdamWConfig | MuonConfig
 STEPS = 200
@@ -43,10 +42,7 @@ IDS = [f"{number} {c.name} {c.states}{' offload' if c.offload else ''}" for numb
 
 @pytest.fixture(autouse=True)
 def tiny_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lower the size limits, because these tests' models have at most 384 weights in a matrix."""
-    monkeypatch.setattr(adamw, "SMALL", 64)
-    monkeypatch.setattr(adamw, "OWN_LAUNCH", 64)
-    monkeypatch.setattr(offload, "PIECE", 256)
+    lower_limits(monkeypatch)
 
 
 def made(seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -137,14 +133,7 @@ def test_a_skipped_step_changes_nothing(given: Config) -> None:
     model = made()
     optimizer = build(model, given, NO_SCALING)
     train(model, optimizer, range(3))
-    before, state = weights(model), {k: v.clone() for k, v in optimizer.state_dict_flat()[0].items()}
-    for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, math.nan)
-    optimizer.step(torch.tensor(1.0))
-    for name, value in weights(model).items():
-        assert torch.equal(value, before[name]), name
-    for name, value in optimizer.state_dict_flat()[0].items():
-        assert torch.equal(value, state[name]), name
+    check_skipped_step(model, optimizer)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
