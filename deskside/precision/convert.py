@@ -124,8 +124,8 @@ class QuantizedModel:
         )
 
     def cached_weights(self) -> list[ConvertedWeight]:
-        """Return the weights whose converted forms are cached."""
-        return [converted for converted in self._all_converted() if converted.cached is not None]
+        """Return the weights whose converted forms are cached, without those that need no conversion."""
+        return [converted for converted in self._all_converted() if converted.in_own_memory]
 
     def forget_weights(self) -> None:
         """Drop all cached converted weights, to free their memory or because the weights were overwritten."""

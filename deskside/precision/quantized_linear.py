@@ -160,6 +160,14 @@ class ConvertedWeight:
             self.cached = (key, rows, columns)
         return rows, columns
 
+    @property
+    def in_own_memory(self) -> bool:
+        """Whether converted forms are cached that do not use the memory of the weight, as those of FP32 do."""
+        if self.cached is None or self._source is None:
+            return False
+        weight = self._source[0].untyped_storage().data_ptr()
+        return any(form.values.untyped_storage().data_ptr() != weight for form in self.cached[1:])
+
     def clear(self) -> None:
         """Drop the cached forms."""
         self.cached = None

@@ -5,7 +5,8 @@ graph does. `Checking` runs the function again and fails unless it does exactly 
 with the same numbers, on outside tensors at the same addresses. Its conversion of the weights is replayed, because
 running it again would allocate the forms that a pass reads; `Allocating` does even that, which has to fail.
 
-Both record in the first replay after a capture, because a capture itself must not run anything.
+Both record in the first replay after a capture, because a capture itself must not run anything. A function without
+any work for the device fails there: torch warns about the empty graph.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -63,6 +64,18 @@ def memory_of(tensors: Iterable[Tensor]) -> set[int]:
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
+def device_work(calls: list[Call]) -> list[Call]:
+    """Return the operations that write a tensor. Views need only the host, so they are no part of a graph."""
+    work = [
+        call
+        for call in calls
+        if call.function._schema.is_mutable
+        or memory_of(tensors_in(call.result)) - memory_of(tensors_in(call.args, call.kwargs))
+    ]
+    assert work, "an empty graph was captured"
+    return work
+
+
 def trace(calls: list[Call]) -> list[tuple[Any, ...]]:
     """Return what must be the same in every run of a function: outside tensors by address, inner ones by number."""
     inner: dict[int, int] = {}
@@ -98,6 +111,7 @@ class ReplayingGraph:
             with Recorder() as recorder:
                 self.work()
             self.calls, self.work = recorder.calls, None
+            device_work(self.calls)  # fails if there is none
             return
         with torch.no_grad():
             for call in self.calls:
@@ -124,7 +138,7 @@ class CheckingGraph:
     def replay(self) -> None:
         with Recorder() as recorder:
             self.work()
-        found = trace(recorder.calls)
+        found = trace(device_work(recorder.calls))
         if self.first is None:
             self.first = found
         for index, (now, before) in enumerate(zip(found, self.first, strict=False)):
