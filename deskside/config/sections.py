@@ -31,6 +31,9 @@ def _check_interval(duration: Duration) -> Duration:
 Interval = Annotated[Duration, AfterValidator(_check_interval)]
 
 
+TEMPERATURES = ("language_temperature", "source_temperature")  # of `DataConfig`
+
+
 class DataConfig(Part):
     """Source of the training data."""
 
@@ -69,10 +72,15 @@ class DataConfig(Part):
     @model_validator(mode="after")
     def _check_one_mixture(self) -> "DataConfig":
         given = ["weights"] if self.weights else []
-        given += [n for n in ("language_temperature", "source_temperature") if getattr(self, n) is not None]
+        given += [n for n in TEMPERATURES if getattr(self, n) is not None]
         if len(given) > 1:
             raise ValueError(f"{given[-1]}: data.{given[0]} sets the mixture too; remove one of them")
         return self
+
+    @property
+    def temperature_key(self) -> str:
+        """Name of the temperature that is set; "" without one."""
+        return next((n for n in TEMPERATURES if getattr(self, n) is not None), "")
 
 
 class BatchConfig(Part):

@@ -11,13 +11,15 @@ from pathlib import Path
 
 from deskside.budget.step_spec import Precision
 from deskside.config.run import RunConfig
+from deskside.config.sections import DataConfig
+from deskside.data.reading.repetition import describe_epochs, planned_epochs
 from deskside.plan.estimate import StepEstimate, estimate, estimate_max_microbatch
 from deskside.plan.question import PlanQuestion
 from deskside.plan.request import PlanRequest, make_request
 from deskside.plan.run_length import SETUP_SECONDS
 from deskside.plan.setting import setting_from_config
 from deskside.study.spec.expand import PlannedArm
-from deskside.utils.errors import UsageError
+from deskside.utils.errors import RunError, UsageError
 from deskside.utils.format import gib
 from deskside.utils.parsing import json_value
 
@@ -60,6 +62,7 @@ class TrialForecast:
         source: "measured" or "published" for the measurements that the planner used, "budget" if only a time budget
             is known, "" if nothing is.
         note: A warning for the user, or "".
+        mixture: A line about the epochs of the languages or sources that a temperature draws, or "".
     """
 
     seconds_total: float | None
@@ -68,6 +71,7 @@ class TrialForecast:
     memory_gib: float | None
     source: str
     note: str = ""
+    mixture: str = ""
 
 
 def local_machine(probes: str | Path = "probes") -> LocalMachine:
@@ -114,6 +118,7 @@ def forecast(arm: PlannedArm, machine: LocalMachine, memory_fraction: float = 1.
         memory_gib=estimated.memory_bytes[1] / 2**30 if estimated is not None else None,
         source=source,
         note=note,
+        mixture=_mixture(arm.config.data, tokens) if tokens is not None else "",
     )
 
 
@@ -156,6 +161,15 @@ def _evaluated_tokens(config: RunConfig, training: float, tokens: float | None) 
     if split_tokens is None:
         return (evaluations + 1) * config.evaluate.tokens
     return evaluations * min(config.evaluate.tokens, split_tokens) + split_tokens
+
+
+def _mixture(data: DataConfig, tokens: float) -> str:
+    """Return the line about the planned epochs; "" without a temperature or without data that can be read."""
+    try:
+        epochs, sizes = planned_epochs(data, tokens)
+    except (UsageError, RunError):  # the trials say what is wrong with the data
+        return ""
+    return describe_epochs(epochs, data.temperature_key, sizes) if epochs else ""
 
 
 def _validation_tokens(config: RunConfig) -> int | None:

@@ -42,7 +42,7 @@ from deskside.train.prepare.preflight import TimeBudget
 from deskside.train.prepare.startup import Startup
 from deskside.train.prepare.step_planning import (
     check_host_memory,
-    describe_epochs,
+    describe_mixture,
     describe_work,
     first_facts,
     first_plan,
@@ -322,7 +322,7 @@ class RunExecution:
         self.facts |= {"before": self.before} if self.before else {}
         self.facts |= {"cuda_graph": "on"} if self.config.compute.cuda_graph == "on" else {}
         if epochs := self.facts["mixture_epochs"]:
-            self.log.say(describe_epochs(epochs))
+            self.log.say(describe_mixture(self.config, self.stages, epochs))
         if self.config.adapter is not None:
             self.facts["adapter"] = setup.adapter_facts(self.context.model, self.config.adapter)
         return plan

@@ -1,6 +1,7 @@
 """The forecast of a trial's time, compared with arithmetic on the planner's own figures."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -9,11 +10,16 @@ from pathlib import Path
 import pytest
 
 from deskside.config.duration import Duration
+from deskside.config.sections import DataConfig
+from deskside.data.corpus.analyze import CorpusOptions
+from deskside.data.corpus.prepare import prepare
+from deskside.data.reading.rows import PackedDataset
 from deskside.study.forecast import CPU_SETUP_SECONDS, LocalMachine, TrialForecast, forecast, total_seconds
 from deskside.study.spec.expand import PlannedArm, expand
 from deskside.study.spec.parse_spec import load
 from deskside.study.spec.spec import Budget
 from tests.plan.made import ask
+from tests.train import tiny_run
 
 UNKNOWN = LocalMachine(None, "nothing was measured here")
 
@@ -131,3 +137,34 @@ def test_no_torch() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "48 trials of 16 arms" in done.stdout
+
+
+@pytest.mark.parametrize("key", ["language_temperature", "source_temperature"])
+def test_the_epochs_of_a_mixture_are_those_of_the_run(key: str, tmp_path: Path) -> None:
+    """Against the rows that a run draws, whose weights are rounded to whole rows of a period."""
+    texts = [("en" if n % 4 else "xx", f"{n:03} {tiny_run.TEXT}") for n in range(120)]
+    lines = [
+        json.dumps({"text": text, "lang": name, "source": f"{name}:{n}"})
+        for n, (name, text) in enumerate(texts)
+    ]
+    (tmp_path / "text.jsonl").write_text("\n".join(lines) + "\n")
+    options = CorpusOptions(vocab_size=300, val_fraction=0.3, workers=1, quiet=True)
+    prepare([str(tmp_path / "text.jsonl")], tmp_path / "data", options)
+    planned = arm("languages", "baseline", Duration(10**4, "tokens"))
+    data = DataConfig.model_validate({"path": str(tmp_path / "data"), key: 5.0})
+    mixed = replace(planned, config=planned.config.model_copy(update={"data": data}))
+    dataset = PackedDataset(
+        tmp_path / "data", "train", 64, packing="shuffled", **{key: 5.0}
+    )  # without padding
+    drawn = dataset.epochs(10**4 // 64)
+    line = forecast(mixed, UNKNOWN).mixture
+    for name, epochs in drawn.items():
+        (found,) = re.findall(rf"\b{name} ([\d.]+)", line.split(";")[0])
+        assert float(found) == pytest.approx(epochs, rel=0.03)  # the last row is short
+    assert f"--data.{key} " in line
+
+    natural = data.model_copy(update={key: None})
+    missing = data.model_copy(update={"path": str(tmp_path / "nowhere")})
+    for other in (natural, missing):
+        config = planned.config.model_copy(update={"data": other})
+        assert forecast(replace(planned, config=config), UNKNOWN).mixture == ""

@@ -104,7 +104,10 @@ def test_drawn_with_a_temperature_and_resumed(languages: Path, tmp_path: Path) -
         assert tiny_run.plan(outcome.run.path)["mixture_epochs"] == pytest.approx(counted)
     assert counted["xx"] > 4 > counted["en"]
     (line,) = [line for line in tiny_run.events(resumed.run.path).splitlines() if "planned epochs" in line]
-    assert f"xx {counted['xx']:.2f}; beyond 4" in line and line.endswith(": xx")
+    assert f"xx {counted['xx']:.2f}; beyond 4" in line and ": xx; --data.language_temperature " in line
+    temperature = float(line.split("--data.language_temperature ")[1].split()[0])
+    repeated = PackedDataset(languages, "train", 32, language_temperature=temperature).epochs(20 * 512 // 32)
+    assert repeated["xx"] == pytest.approx(4, rel=0.05)  # rows of a period are whole
     plain = tiny_run.config(languages, schedule={"length": "20 steps"}, batch={"tokens": 512})
     other = tiny_run.train(tmp_path, plain, "plain").run.path
     assert tiny_run.curve(other) != tiny_run.curve(straight.run.path)

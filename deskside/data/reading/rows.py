@@ -201,6 +201,11 @@ class PackedDataset:
         return {name: float(count) / packing.num_rows for name, count, packing in counts}
 
     @property
+    def component_tokens(self) -> dict[str, int]:
+        """Tokens of each component in one epoch; "all" is one without a mixture."""
+        return {name: p.num_tokens for name, p in zip(self.component_names, self.packings, strict=True)}
+
+    @property
     def num_rows(self) -> int:
         """Number of rows of one epoch."""
         return sum(p.num_rows for p in self.packings)

@@ -41,7 +41,9 @@ def print_plan(
             printer.text(f"every combination of: {sizes}")
         elif len(group.factors) > 1:
             printer.text("one factor at a time is varied")
-        _show_arms(printer, [arm for arm in plan["arms"] if arm["group"] == group.name])
+        arms = [arm for arm in plan["arms"] if arm["group"] == group.name]
+        _show_arms(printer, arms)
+        _show_mixture(printer, arms)
     if expansion.excluded:
         printer.heading("excluded")
         for line in expansion.excluded:
@@ -134,6 +136,7 @@ def _arm_json(
             "memory_gib": forecast.memory_gib,
             "source": forecast.source or None,
             "note": forecast.note,
+            "mixture": forecast.mixture,
         },
     }
 
@@ -158,6 +161,14 @@ def _show_arms(printer: Printer, arms: Sequence[Mapping[str, Any]]) -> None:
             cells.append("-" if forecast["memory_gib"] is None else f"{forecast['memory_gib']:.1f}")
         rows.append(cells)
     printer.table(headings, rows, "ll" + "r" * (len(headings) - 2))
+
+
+def _show_mixture(printer: Printer, arms: Sequence[Mapping[str, Any]]) -> None:
+    """Print the line about the mixture of the arm that reads the most tokens."""
+    mixed = [arm for arm in arms if arm["forecast"]["mixture"]]
+    if mixed:
+        arm = max(mixed, key=lambda one: one["forecast"]["tokens"])
+        printer.text(f"{arm['label']}: {arm['forecast']['mixture']}")
 
 
 def _value_text(value: Any) -> str:

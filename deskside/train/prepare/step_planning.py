@@ -6,13 +6,13 @@ from typing import Any, cast
 
 from deskside.budget.format_costs import LowFormat, Precision, quantized
 from deskside.budget.host_memory import host_memory
-from deskside.budget.loss import MAX_EPOCHS
 from deskside.budget.memory import training_memory
 from deskside.budget.shape import num_params
 from deskside.budget.step_spec import StepSpec
 from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
 from deskside.config.step_options import format_options, recipe_of, step_options
+from deskside.data.reading.repetition import describe_epochs
 from deskside.data.reading.rows import PackedDataset
 from deskside.run.directory import RunDirectory
 from deskside.train.loop.clock import Revision, StepPlan, remaining_steps
@@ -122,13 +122,11 @@ def mixture_epochs(stages: Sequence[StageWork], rows: Mapping[int, int]) -> dict
     return totals
 
 
-def describe_epochs(epochs: Mapping[str, float]) -> str:
-    """Return a line about the planned epochs of a mixture, with a warning about those that are repeated too often."""
-    listed = ", ".join(f"{name} {number:.2f}" for name, number in epochs.items())
-    line = f"planned epochs of each part of the mixture: {listed}"
-    if often := [name for name, number in epochs.items() if number > MAX_EPOCHS]:
-        line += f"; beyond {MAX_EPOCHS}, repeated text teaches less than new text: {', '.join(often)}"
-    return line
+def describe_mixture(config: RunConfig, stages: Sequence[StageWork], epochs: Mapping[str, float]) -> str:
+    """Return the line about the planned epochs of a run's mixture."""
+    dataset = stages[-1].dataset
+    assert isinstance(dataset, PackedDataset)  # no other data has components
+    return describe_epochs(epochs, config.data.temperature_key, dataset.component_tokens)
 
 
 def validation_languages(validation: RowDataset) -> list[str]:
