@@ -153,9 +153,8 @@ def test_the_epochs_of_a_mixture_are_those_of_the_run(key: str, tmp_path: Path) 
     planned = arm("languages", "baseline", Duration(10**4, "tokens"))
     data = DataConfig.model_validate({"path": str(tmp_path / "data"), key: 5.0})
     mixed = replace(planned, config=planned.config.model_copy(update={"data": data}))
-    dataset = PackedDataset(
-        tmp_path / "data", "train", 64, packing="shuffled", **{key: 5.0}
-    )  # without padding
+    # Shuffled packing has no padding.
+    dataset = PackedDataset(tmp_path / "data", "train", 64, packing="shuffled", **{key: 5.0})
     drawn = dataset.epochs(10**4 // 64)
     line = forecast(mixed, UNKNOWN).mixture
     for name, epochs in drawn.items():
