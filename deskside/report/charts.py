@@ -52,13 +52,11 @@ HEAT_LEGEND = (
 Cell = tuple[float | None, str]  # (how much worse than the baseline, None if unknown; text)
 
 
-def left_out_note(total: int, hidden: int) -> str:
-    """Return a sentence for the caption if arms are left out of a plot, else the empty string."""
+def left_out_note(total: int, hidden: int, rows: str = "arms") -> str:
+    """Return a sentence for the caption if rows are left out of a plot, else the empty string."""
     if not hidden:
         return ""
-    return (
-        f" {hidden} of {total} arms are left out here (those that differ least); the table lists all of them."
-    )
+    return f" {hidden} of {total} {rows} are left out here (those that differ least); the table lists all of them."
 
 
 def row_names(results: Results, arms: Sequence[Arm], emulated: Sequence[bool]) -> list[str]:
@@ -114,10 +112,12 @@ def draw_bars(results: Results, group: Group, key: str) -> Plot | str:
     return Plot(f"bars_{key}", f"Bars: {metric.label}", caption, figure)
 
 
-def draw_forest(results: Results, arms: Sequence[Arm], key: str) -> Plot | str:
+def draw_forest(
+    results: Results, arms: Sequence[Arm], key: str, title: str = "", rows: str = "arms"
+) -> Plot | str:
     """Draw relative differences from the baselines with their intervals, or return why there is nothing to draw.
 
-    The arms may be those of several groups, which are then stacked.
+    The arms may be those of several groups, which are then stacked. rows: what the caption calls them.
     """
     data = forest_chart(results, arms, key, MAX_ROWS)
     metric = metric_named(key)
@@ -129,7 +129,7 @@ def draw_forest(results: Results, arms: Sequence[Arm], key: str) -> Plot | str:
         for row in data.rows
     ]
     num_rows = len(data.rows) + len({row.heading for row in data.rows} - {""})
-    title = f"{metric.label.capitalize()} against the baseline"
+    title = title or f"{metric.label.capitalize()} against the baseline"
     headings = {row.heading: wrapped(row.heading, columns=60, max_lines=2) for row in data.rows}
     figure, axes = new_figure(title, 1.05 + row_inches([*names, *headings.values()]) * max(num_rows, 2))
     if data.linear_threshold is not None:
@@ -168,7 +168,7 @@ def draw_forest(results: Results, arms: Sequence[Arm], key: str) -> Plot | str:
         "orange: shown to be worse; hollow: no difference shown; cross: one seed, no interval; square: exact."
         f"{_clipped_note(data)} All values are measured."
     )
-    caption += left_out_note(data.total, data.hidden)
+    caption += left_out_note(data.total, data.hidden, rows)
     return Plot(f"forest_{key}", f"Forest plot: {metric.label}", caption, figure)
 
 

@@ -186,7 +186,11 @@ def _svg(image: Image) -> Markup:
 
 def _inline(cell: str | Chip) -> str:
     """Return plain text or a chip on one line, escaped for Markdown and HTML."""
-    text = cell if isinstance(cell, str) else f"{cell.text} ({cell.detail})" if cell.detail else cell.text
+    if isinstance(cell, str):
+        text = cell
+    else:  # a detail may begin with a bracket of its own
+        detail = cell.detail if cell.detail.startswith("(") or not cell.detail else f"({cell.detail})"
+        text = f"{cell.text} {detail}".rstrip()
     text = " ".join(printable(text).split()).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     text = re.sub(r"([\\`*\[\]#|~])", r"\\\1", text)
     return re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text)  # an underscore inside a word is not emphasis

@@ -37,7 +37,7 @@ def draw(record: RunRecord, folder: Path) -> list[Image]:
     figures: dict[str, tuple[Figure, str, str] | None] = {
         LAYERS: None if load is None else _draw_layers(load),
         IMBALANCE: _draw_imbalance(record) if record.series("load_imbalance")[0] else None,
-        LANGUAGES: _draw_languages(by_language) if len(by_language) > 1 else None,
+        LANGUAGES: draw_languages(by_language) if len(by_language) > 1 else None,
     }
     images = []
     for name, drawn in figures.items():
@@ -77,7 +77,8 @@ def _draw_layers(load: ExpertLoad) -> tuple[Figure, str, str]:
     return figure, title, f"{title} at step {load.step:,}. {LEGEND}"
 
 
-def _draw_languages(by_language: dict[str, list[list[float]]]) -> tuple[Figure, str, str]:
+def draw_languages(by_language: dict[str, list[list[float]]]) -> tuple[Figure, str, str]:
+    """Return a heat map of the experts' loads in each language (layers, experts), with its title and caption."""
     layer = layer_with_differences(by_language)
     cells = relative([load[layer] for load in by_language.values()])
     title = f"Load of the experts by language, layer {layer}"

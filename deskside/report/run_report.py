@@ -71,7 +71,7 @@ def compose(
             *((Section("Languages", languages),) if languages else ()),
             *((Section("Experts", experts),) if experts else ()),
             Section("Plan against measurement", plan_blocks(record)),
-            Section("Samples", _samples(record)),
+            Section("Samples", samples(record)),
             Section("Events", _events(record)),
             Section("Configuration", _configuration(record)),
             Section("Every result, and the machine", _all_results(record)),
@@ -173,12 +173,13 @@ def _long_context(record: RunRecord) -> list[Block]:
     ]
 
 
-def _samples(record: RunRecord) -> list[Block]:
-    samples = objects(record.summary.get("samples"))
-    if not samples:
+def samples(record: RunRecord) -> list[Block]:
+    """Return the samples of a run with their prompts, or a sentence if there are none."""
+    found = objects(record.summary.get("samples"))
+    if not found:
         return ["There are no samples; they are generated when a run finishes."]
     blocks: list[Block] = []
-    for sample in samples:
+    for sample in found:
         if language := text(sample.get("language")):
             blocks.append(f"{language}:")
         between = "\n" if objective(record) else ""  # an answer is not the rest of the question's line

@@ -31,6 +31,7 @@ from deskside.report.study_tables import (
 from deskside.report.study_verdicts import arms_table, best_sentence, best_table, is_better
 from deskside.run.record import machine_name
 from deskside.study.narrative.findings import GOALS, has_time_budget, insights
+from deskside.study.narrative.overfitting import overfit_arms
 from deskside.study.results import EXACT, NO_DIFFERENCE, TOO_FEW, Group, Results, status_text
 from deskside.study.stats.metrics import PRIMARY, SPEED, metric_named
 from deskside.utils.format import plural
@@ -56,8 +57,14 @@ def compose(
     folder: Path,
     overview: Figures,
     figures: Mapping[str, Figures],
+    languages: Sequence[Block] = (),
+    cautions: Sequence[str] = (),
 ) -> ReportDocument:
-    """Return the report of the study in `folder`. `figures` has those of each group by its name."""
+    """Return the report of the study in `folder`. `figures` has those of each group by its name.
+
+    languages: The section about the languages of the data, which is left out if it is empty.
+    cautions: Findings that limit what the comparison of the arms shows.
+    """
     compared = sum(arm.id != arm.baseline for arm in results.arms)
     arms: list[Block] = [arms_table(results, results.arms)] if compared else []
     if compared > MAX_TABLE_ROWS:
@@ -78,9 +85,10 @@ def compose(
         ("Machine", _machine_blocks(results)),
     ]
     sections = [
-        Section("What is shown to be better", _best_blocks(results)),
+        Section("What is shown to be better", [*_bullets(cautions), *_best_blocks(results)]),
         *([claims_section(results)] if results.claims else []),
         Section("Arms against their baselines", [*overview.images, *_bullets(overview.missing), *arms]),
+        *([Section("Languages", languages)] if languages else []),
         Section("Every number, chart and finding", [*groups, all_trials(results)]),
         *([Section("Trials that did not finish", unfinished)] if unfinished else []),
         Section("How this was measured", [Details(title, blocks) for title, blocks in notes]),
@@ -131,6 +139,9 @@ def verdict(results: Results) -> str:
         return f"Nothing to compare yet: no trial has finished ({status_counts or 'none has started'})."
     parts = [claims_sentence(results)] if results.claims else []
     parts += insights(results, "quality")[:1] if len(results.groups) == 1 else [best_sentence(results)]
+    if overfit := overfit_arms(results):
+        arms = plural(sum(bool(arm.finished()) for arm in results.arms), "arm")
+        parts.append(f"{len(overfit)} of {arms} overfit, so the losses at the end are not their lowest.")
     if not results.complete:
         parts.append(f"The study is not complete: {finished} of {total} trials have finished.")
     return " ".join(part for part in parts if part)

@@ -57,9 +57,12 @@ def write_study(folder: Path, claims: str | None = None, also: Sequence[Path] = 
 
     claims: path of a Markdown file to write, with the verdict on each claim by the results of this study and of `also`.
     """
-    from deskside.report import study_figures, study_report  # not needed for the report of a run
+    # Not needed for the report of a run.
+    from deskside.report import study_figures, study_languages, study_report
     from deskside.report.study_claims import claims_markdown, judge_with_others
+    from deskside.study.narrative.overfitting import overfitting
     from deskside.study.results_io import JSON, PARQUET, write_parquet
+    from deskside.study.stats.languages import read_records
 
     results = studies.read(folder)
     if claims and not results.claims:
@@ -70,9 +73,16 @@ def write_study(folder: Path, claims: str | None = None, also: Sequence[Path] = 
     results = mark_interrupted(results, folder)  # not before: results.parquet has the statuses as stored
     with _oserror_as_run_error(folder):
         overview, groups = study_figures.draw(results, folder / "plots")
+        records = read_records(results, folder)
+        languages = study_languages.blocks(results, records, folder / "plots")
         figures = [overview, *groups.values()]
-        _remove_other_plots(folder / "plots", [image for one in figures for image in one.images])
-        html_path = _write_pages(study_report.compose(results, folder, overview, groups), folder)
+        images = [image for one in figures for image in one.images]
+        images += [block for block in languages if isinstance(block, Image)]
+        _remove_other_plots(folder / "plots", images)
+        cautions = overfitting(results, records)
+        html_path = _write_pages(
+            study_report.compose(results, folder, overview, groups, languages, cautions), folder
+        )
     if claims:
         others = [mark_interrupted(studies.read(other), other) for other in also]
         with _oserror_as_run_error(Path(claims)):

@@ -10,6 +10,7 @@ from markdown_it import MarkdownIt
 
 from deskside.report.document import (
     Bullets,
+    Chip,
     CodeBlock,
     Details,
     ReportDocument,
@@ -88,3 +89,11 @@ def test_wrapped_markdown_never_starts_a_list_or_heading(text: str) -> None:
         assert "ordered_list_open" not in types and "blockquote_open" not in types
         shown = "".join(child.content or " " for child in tokens[-2].children or [])
         assert " ".join(shown.split()) == paragraph
+
+
+def test_the_detail_of_a_chip_has_one_pair_of_brackets() -> None:
+    details = ("", "(-1 to +2 %)", "GQA (-2 to -1 %)")
+    table = Table(("a",), [(Chip("not shown", "open", detail),) for detail in details])
+    markdown = render_markdown(ReportDocument("t", "v", [Section("s", [table])]), Path("."))
+    rows = [line.strip("| ") for line in markdown.splitlines() if "not shown" in line]
+    assert rows == ["not shown", "not shown (-1 to +2 %)", "not shown (GQA (-2 to -1 %))"]

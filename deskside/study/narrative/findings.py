@@ -111,7 +111,7 @@ def _best(results: Results, goal: str, metric: Metric, arms: list[Arm]) -> str:
     ]
     card = machine_name(results.machine, "this machine")
     line = f"On {card}, {SUPERLATIVES[goal]}: {best.label}, {estimate_text(best, metric, interval=True)}"
-    line += f", at {_listed(other_estimates)}" if other_estimates else ""
+    line += f", at {listed(other_estimates)}" if other_estimates else ""
     line += f"{emulation_note(metric.key, best, results)}."
     if len(arms) == 1:
         return line
@@ -232,7 +232,7 @@ def estimate_text(arm: Arm, metric: Metric, interval: bool = False) -> str:
     return f"{mean} ({low} to {high}, {estimate.n} seeds)"
 
 
-def _listed(parts: list[str]) -> str:
+def listed(parts: list[str]) -> str:
     """Return "a, b and c"."""
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
 

@@ -12,6 +12,7 @@ from deskside.study.results import Results
 from deskside.study.stats.compare import compare
 from deskside.utils.printer import Printer
 from tests.study.made import results as made
+from tests.study.made_languages import RISING, bits_per_byte, write
 from tests.study.small import arm, study
 
 
@@ -51,6 +52,18 @@ def test_a_study_ends_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     assert "lowest validation loss" in out and "no difference shown" in out
     assert out.index("shown: worse") < out.index("results  ")
+
+
+def test_it_says_what_overfits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results = write(tmp_path, bits_per_byte(2), RISING, mixture_epochs={"gu": 9.0})
+    study_command._print_outcome(StudyFolder(tmp_path), results, tmp_path / "report.html")
+    out = capsys.readouterr().out
+    assert (
+        out.index("lowest validation loss")
+        < out.index("Overfitting in \u201cdense\u201d")
+        < out.index("results  ")
+    )
+    assert "gu 9 times" in out and "closer to 1" in " ".join(out.split())
 
 
 def test_nothing_before_a_trial_has_ended() -> None:
