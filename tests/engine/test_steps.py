@@ -10,6 +10,7 @@ from deskside.engine.fused import FusedBlocks, covers_attention, covers_mlp
 from deskside.engine.graphs import bucket
 from deskside.engine.requests import Request
 from deskside.engine.sampling import GREEDY, Sampling
+from deskside.kernels import few_tokens
 from deskside.model.block import DEFAULT_BLOCKS, MLP, Block
 from deskside.model.transformer import Transformer
 from tests.engine.test_generate import PROMPTS, VARIANTS, make, plain
@@ -19,12 +20,20 @@ FUSED = VARIANTS | {
     "bias": {"attention_bias": True, "mlp_bias": True},
     "relu2": {"gated_mlp": False, "hidden_act": "relu2"},
     "gelu": {"hidden_act": "gelu_new"},
+    "parallel, covered": {"parallel_residual": True},
+    "sandwich, covered": {"norm_position": "sandwich"},
+    "multiplier": {"residual_multiplier": 0.3},
+    "some uncovered": {"fused_gate_up": False},
 }
 
 
+@pytest.mark.parametrize("few", [False, True])
 @pytest.mark.parametrize("name", FUSED)
-def test_fused_blocks_equal_the_models(name: str) -> None:
+def test_fused_blocks_equal_the_models(name: str, few: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """few: products of few tokens as on a GPU, in their torch form."""
     model = make(**FUSED[name])
+    if few:
+        monkeypatch.setattr(few_tokens, "supports", lambda x, weight: len(x) <= few_tokens.MAX_TOKENS)
     prompt, new = torch.arange(2 * 9).view(2, 9) * 5 % 97, torch.tensor([[3, 4], [60, 1]])
     caches = [model.new_cache(2, 32) for _ in range(2)]
     counts, blocks = torch.tensor([9, 6]), FusedBlocks(model)
