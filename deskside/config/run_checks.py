@@ -195,8 +195,8 @@ def _check_compute(config: RunConfig) -> None:
             )
     if compute.mlp_chunk_tokens is not None:
         _check_mlp_chunk(config)
-    if compute.cuda_graph == "on":
-        _check_cuda_graph(config)
+    if compute.cuda_graph == "on" and (problem := graph_problem(config)):
+        raise ValueError(f"compute.cuda_graph: {problem}")
     if compute.activation_offloading and config.parallel.mode == "shard":
         raise ValueError(
             "compute.activation_offloading: is not supported with sharded weights yet; use --parallel.mode "
@@ -204,8 +204,8 @@ def _check_compute(config: RunConfig) -> None:
         )
 
 
-def _check_cuda_graph(config: RunConfig) -> None:
-    """Raise ValueError, with the key and the remedy, if a pass of this run does what a CUDA graph cannot repeat."""
+def graph_problem(config: RunConfig) -> str:
+    """Return what a pass of this run does that a CUDA graph cannot repeat, with the remedy; "" if there is nothing."""
     compute, precision, optim = config.compute, config.precision, config.optim
     off = "use --compute.cuda_graph off"
     unsupported = (
@@ -253,7 +253,7 @@ def _check_cuda_graph(config: RunConfig) -> None:
             f"cannot contain flex, which torch.compile compiles; use another --compute.attention, or {off}",
         ),
     )
-    _refuse("compute.cuda_graph", unsupported)
+    return next((reason for applies, reason in unsupported if applies), "")
 
 
 def _check_context_parallel(config: RunConfig) -> None:

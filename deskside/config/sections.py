@@ -136,10 +136,11 @@ class ComputeConfig(Part):
         description="keep what recomputed blocks save in host memory until the backward pass; needs "
         "activation_checkpointing block and fused kernels",
     )
-    cuda_graph: Literal["off", "on"] = Field(
+    cuda_graph: Literal["off", "on", "auto"] = Field(
         "off",
         description="on: replay each pass as a CUDA graph, which saves the host's time in small passes; needs fused "
-        "kernels, a dense model with float32 weights, and at least 8 bits",
+        "kernels, a dense model with float32 weights, and at least 8 bits; auto: on if the run can, the host limits "
+        "its steps, and there is memory",
     )
     gpu_budget: float | None = Field(
         None, gt=0, le=1e6, description="memory of each GPU that the run may use, in GiB; default: all of it"

@@ -42,6 +42,7 @@ from deskside.train.prepare.preflight import TimeBudget
 from deskside.train.prepare.startup import Startup
 from deskside.train.prepare.step_planning import (
     check_host_memory,
+    config_with_graphs,
     describe_mixture,
     describe_work,
     first_facts,
@@ -110,7 +111,9 @@ class RunExecution:
             self.log.say(describe_batch(self.config, self.world.size))
         self.set_up()
         finder = BatchSizeFinder(self.config, self.stepper, self.modelled_memory, self.log.say, self.budget)
-        self.micro_batches = finder.find(self.stages, self.recorded.get("fit"))
+        recorded_graphs = "cuda_graph" in self.recorded if self.recorded else None
+        self.micro_batches = finder.find(self.stages, self.recorded.get("fit"), recorded_graphs)
+        self.config = config_with_graphs(self.config, self.stepper.graphed is not None)
         self.startup.done("compile and fit")
         self.begin_objective()
         self.startup.done("evaluation")

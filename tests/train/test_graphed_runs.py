@@ -24,7 +24,8 @@ from deskside.train.loop import graphed_pass
 from deskside.train.loop.callbacks import Callback
 from deskside.train.loop.step import Stepper
 from deskside.train.objective import RowDataset
-from deskside.train.prepare import setup
+from deskside.train.prepare import batch_size_finder, setup
+from deskside.train.prepare.batch_size_finder import BatchSizeFinder
 from deskside.utils.errors import UsageError
 from deskside.utils.signals import StopSignal
 from tests.train import tiny_run
@@ -44,8 +45,9 @@ STAGES = [
 
 def allow_a_cpu(patch: pytest.MonkeyPatch, pool: type[StandInPool]) -> None:
     """Let runs on a CPU use a stand-in."""
-    patch.setattr(run_checks, "_check_cuda_graph", lambda config: None)
+    patch.setattr(run_checks, "graph_problem", lambda config: "")
     patch.setattr(setup, "check_execution", lambda device, mode: None)
+    patch.setattr(batch_size_finder, "can_capture", lambda *run: True)
     patch.setattr(graphed_pass, "CudaGraphPool", pool)
     pool.made = []
 
@@ -190,6 +192,71 @@ def test_the_micro_batch_leaves_room_beside_what_a_captured_pass_keeps(
     assert not Card.blocks and captures(run) == (cuda_graph == "on")
 
 
+class StopAfter(Callback):
+    def __init__(self, step: int):
+        self.step = step
+
+    def begin(self, run: RunDirectory, stop: StopSignal, validation: RowDataset) -> None:
+        self.stop = stop
+
+    def on_step(self, row: dict[str, Any], total_steps: int) -> None:
+        if row["step"] == self.step:
+            self.stop.requested = "SIGTERM"
+
+
+@pytest.mark.parametrize(("launched", "chosen"), [(0.05, False), (0.08, False), (0.095, True)])
+def test_auto_captures_the_passes_of_steps_that_the_host_limits(
+    launched: float, chosen: bool, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a step of 0.1 s, the host takes this many seconds. A resumed run does as the run before, whatever it finds."""
+    plain = tiny_run.train(tmp_path, settings(data, "off"), "plain").run.path
+    allow_a_cpu(monkeypatch, Replaying)
+    timed = BatchSizeFinder.timed_dry_step
+
+    def host_takes(seconds: float) -> None:
+        def timed_dry_step(self: BatchSizeFinder, *step: Any) -> tuple[float, float]:
+            timed(self, *step)
+            return seconds, 0.1
+
+        monkeypatch.setattr(BatchSizeFinder, "timed_dry_step", timed_dry_step)
+
+    host_takes(launched)
+    run = tiny_run.train(tmp_path, settings(data, "auto"), "auto").run.path
+    same(run, plain)
+    assert captures(run) == chosen and ("cuda_graph" in tiny_run.plan(run)) == chosen
+
+    stopped = tiny_run.train(tmp_path, settings(data, "auto"), "stopped", watch=StopAfter(9)).run.path
+    host_takes(0.0 if chosen else 0.1)
+    assert training_run.resume(stopped).status == "finished"
+    same(stopped, plain)
+    assert captures(stopped) == 2 * chosen and ("cuda_graph" in tiny_run.plan(stopped)) == chosen
+
+
+def test_auto_captures_nothing_without_memory(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_pass = Stepper._pass
+
+    def noted_pass(self: Stepper, batch: Batch, *arguments: Any) -> None:
+        Card.rows = len(batch.tokens_BT)
+        run_pass(self, batch, *arguments)
+
+    monkeypatch.setattr(Stepper, "_pass", noted_pass)
+    monkeypatch.setattr(graphed_pass, "PassMemory", Card)
+    monkeypatch.setattr(Card, "room", 39)  # a pass of four rows needs 40
+    monkeypatch.setattr(BatchSizeFinder, "host_share", lambda self, stage: 1.0)
+    allow_a_cpu(monkeypatch, Replaying)
+    run = tiny_run.train(tmp_path, settings(data, "auto")).run.path
+    assert not captures(run) and "cuda_graph" not in tiny_run.plan(run)
+    assert "passes are not captured, as there is too little memory" in tiny_run.events(run)
+
+
+def test_auto_allows_what_a_graph_cannot_contain(data: Path, tmp_path: Path) -> None:
+    """On a CPU too, where auto is off."""
+    run = tiny_run.train(tmp_path, settings(data, "auto").model_copy(update={"dropout": 0.1})).run.path
+    assert not captures(run) and "cuda_graph" not in tiny_run.plan(run)
+
+
 @pytest.mark.parametrize("cuda_graph", ["off", "on"])
 def test_weights_make_room_for_their_average_on_the_host(
     cuda_graph: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -226,18 +293,6 @@ def test_a_measured_step_is_replayed(data: Path, monkeypatch: pytest.MonkeyPatch
     assert [note.startswith("captured a pass of 128 tokens") for note in prepared.notes].count(True) == 1
     # Steps of two passes, and those of one pass in which the optimizer is timed
     assert fit.accumulation == 2 and Checking.made[0].replays == 3 * len(losses[1]) - 6 + 2 * OPTIMIZER_RUNS
-
-
-class StopAfter(Callback):
-    def __init__(self, step: int):
-        self.step = step
-
-    def begin(self, run: RunDirectory, stop: StopSignal, validation: RowDataset) -> None:
-        self.stop = stop
-
-    def on_step(self, row: dict[str, Any], total_steps: int) -> None:
-        if row["step"] == self.step:
-            self.stop.requested = "SIGTERM"
 
 
 @pytest.mark.full

@@ -122,6 +122,7 @@ class Stepper:
             kind = HostGradients if host else ReleasedGradients
             self.separate_gradients = kind(optimizer, self.world.device)
         self.window: int | None = None
+        self.event = event
         self.graphed: GraphedPass | None = None
         if context.config.compute.cuda_graph == "on":
             self.use_graphs(event)
@@ -144,6 +145,11 @@ class Stepper:
             event,
             new_pool,
         )
+
+    def leave_graphs(self) -> None:
+        """Run the passes of later steps as they are."""
+        self.release_graphs()
+        self.graphed = None
 
     def release_graphs(self) -> None:
         """Free the memory of captured passes and of their gradients. A later step may capture its pass again."""

@@ -7,6 +7,9 @@ and, with several replicas, the pass without a graph. The dry step also compiles
 of the step time. If it runs out of memory, a divisor of the rows that is at most half as large is tried with more
 gradient accumulation, so the effective batch size never changes. The result is recorded in plan.json. A resumed run
 uses it again, if it fits the number of processes.
+
+`compute.cuda_graph` auto is decided here too, after the search: by whether the host took most of the time of a dry
+step, and by dry steps that reserve the memory of a captured pass.
 """
 
 import contextlib
@@ -25,6 +28,7 @@ from deskside.kernels.compile_ahead import compile_ahead
 from deskside.train import environment_record
 from deskside.train.loop.step import Stepper
 from deskside.train.objective import RowDataset
+from deskside.train.prepare.graph_support import can_capture
 from deskside.train.prepare.preflight import DRY_SHARE, UNLIMITED, TimeBudget
 from deskside.utils.errors import RunError
 
@@ -32,6 +36,9 @@ CPU_MICRO_TOKENS = 8192  # on a CPU, memory is no limit, and larger batches do n
 TIMED_DRY_STEPS = 2  # at most, after the search
 MAX_BATCHING_SPEEDUP = 4  # of a row in a large batch, compared with a row alone
 MAX_OVERCOMMIT = 1.3  # candidates predicted to need more than this multiple of the memory are not tried
+# Passes become graphs if the host launches for at least this share of a dry step. Of a step of two passes that the
+# device limits, the host takes less, until its queue of 1,024 launches is full.
+HOST_BOUND = 0.9
 
 
 @dataclass
@@ -148,13 +155,16 @@ class BatchSizeFinder:
         self._compiled: set[tuple[int, int | None]] = set()  # (sequence length, window) of steps
 
     def find(
-        self, stages: Sequence[StageWork], recorded: Sequence[dict[str, Any]] | None = None
+        self,
+        stages: Sequence[StageWork],
+        recorded: Sequence[dict[str, Any]] | None = None,
+        graphs: bool | None = None,
     ) -> list[MicroBatch]:
         """Return the micro-batch of each stage, and set the stages' `micro_rows` and `dry_seconds`.
 
         recorded: the results of the run that is resumed. They are reused, so that gradients are accumulated over the
         same micro-batches, unless the number of processes changed and a recorded size no longer divides the rows of a
-        process.
+        process. graphs: whether that run replays passes from graphs; None for a new run.
         """
         self.stepper.optimizer.create_state()  # its memory must be in use during the search
         self.stepper.optimizer.set_progress(0.0, 0.0, 0)
@@ -177,8 +187,52 @@ class BatchSizeFinder:
                 with self.stepper.precision.high_precision():
                     self.dry_step(stage.micro_rows, stage.dataset, rows)
             stage.dry_seconds = self.step_seconds(stage, rows, micro_batch)
+        if self.config.compute.cuda_graph == "auto":
+            self.choose_graphs(stages, graphs)
         self.stepper.precision.scales.reset()  # the dry steps' data is not that of the run
         return micro_batches
+
+    def choose_graphs(self, stages: Sequence[StageWork], recorded: bool | None) -> None:
+        """Replay the passes from graphs if the host limits the longest stage and there is memory in all of them."""
+        stepper = self.stepper
+        device, attention = self.world.device, stepper.context.attention
+        if recorded is False or not can_capture(self.config, device, stepper.precision.fused, attention):
+            return
+        starts = [0.0, *(stage.until for stage in stages)]
+        longest = max(range(len(stages)), key=lambda number: stages[number].until - starts[number])
+        share = self.host_share(stages[longest])
+        if recorded is None and not self.world.all_reduce_min(int(share >= HOST_BOUND)):
+            return
+        stepper.use_graphs(stepper.event)
+        try:
+            for stage in stages:
+                stepper.set_window(stage.window)
+                with self.reserve_memory(), self.reserve_captured():
+                    self.dry_step(stage.micro_rows, stage.dataset, self.stage_dry_rows(stage))
+        except torch.OutOfMemoryError as error:
+            error.__traceback__ = None  # it keeps the tensors of the failed step alive
+            stepper.leave_graphs()
+            free_failed_attempt(device)
+            self.log(
+                "compute.cuda_graph auto: passes are not captured, as there is too little memory to keep one"
+            )
+            return
+        self.log(
+            f"compute.cuda_graph auto: passes become CUDA graphs, as the host takes {share:.0%} of the time of a step"
+        )
+
+    def host_share(self, stage: StageWork) -> float:
+        """Return the share of a dry step's time that the host takes to launch it: of the faster of two steps."""
+        self.stepper.set_window(stage.window)
+        rows = self.stage_dry_rows(stage)
+        times = [self.timed_dry_step(stage.micro_rows, stage.dataset, rows) for _ in range(TIMED_DRY_STEPS)]
+        launched, seconds = min(times, key=lambda pair: pair[1])
+        return launched / seconds
+
+    def stage_dry_rows(self, stage: StageWork) -> int:
+        """Return the rows of a dry step with the micro-batch of a stage."""
+        rows = rows_each(stage.tokens_per_step, stage.sequence_length, self.world.readers)
+        return self.dry_rows(stage, rows, stage.micro_rows)
 
     def grown(self, stages: Sequence[StageWork], index: int, rows: int) -> MicroBatch:
         """Return the micro-batch of a stage that differs from the one before only by its larger batch: the same, as a
@@ -343,7 +397,7 @@ class BatchSizeFinder:
         It is not for steps that are timed: if memory is scarce, reserving it frees torch's cache, which slows the next
         step.
         """
-        if self.config.compute.cuda_graph == "off" or self.stepper.graphed is None:
+        if self.stepper.graphed is None:
             return contextlib.nullcontext()
         return self.stepper.graphed.reserving()
 
@@ -355,6 +409,10 @@ class BatchSizeFinder:
 
     def dry_step(self, micro_rows: int, dataset: RowDataset, rows: int) -> float:
         """Run a step of `rows` rows that changes no weight; return its seconds. Raises torch.OutOfMemoryError."""
+        return self.timed_dry_step(micro_rows, dataset, rows)[1]
+
+    def timed_dry_step(self, micro_rows: int, dataset: RowDataset, rows: int) -> tuple[float, float]:
+        """Run a dry step. Return the seconds after which the host had launched it, and those after which it ended."""
         passes = rows // micro_rows
         batch = self.stepper.objective.dry_batch(
             dataset,
@@ -365,11 +423,13 @@ class BatchSizeFinder:
         )
         began = time.perf_counter()
         try:
-            self.stepper.run([batch] * passes, step=1, dry=True).read()
+            metrics = self.stepper.run([batch] * passes, step=1, dry=True)
+            launched = time.perf_counter() - began
+            metrics.read()
         except torch.OutOfMemoryError:
             self.stepper.optimizer.zero_grad()
             raise
-        return time.perf_counter() - began
+        return launched, time.perf_counter() - began
 
     def first_candidate(self, stage: StageWork, rows: int) -> int:
         """Return the rows to try first: as configured, or those predicted to fit (GPU), or to fit into caches (CPU)."""

@@ -122,6 +122,12 @@ def mixture_epochs(stages: Sequence[StageWork], rows: Mapping[int, int]) -> dict
     return totals
 
 
+def config_with_graphs(config: RunConfig, graphs: bool) -> RunConfig:
+    """Return the configuration with `compute.cuda_graph` on or off, as it was decided if the run's has auto."""
+    compute = config.compute.model_copy(update={"cuda_graph": "on" if graphs else "off"})
+    return config.model_copy(update={"compute": compute})
+
+
 def describe_mixture(config: RunConfig, stages: Sequence[StageWork], epochs: Mapping[str, float]) -> str:
     """Return the line about the planned epochs of a run's mixture."""
     dataset = stages[-1].dataset
@@ -229,7 +235,7 @@ def step_spec(
     options = step_options(config)
     own_tokens = micro_tokens // options["context"]
     # More than two passes need no more memory. With graphs, gradients exist from the start of the first pass on.
-    one_pass = own_tokens * processes >= config.batch.tokens and config.compute.cuda_graph == "off"
+    one_pass = own_tokens * processes >= config.batch.tokens and config.compute.cuda_graph != "on"
     passes = 1 if one_pass else 2
     precision, layers = cast("Precision", recipe), config.model.num_hidden_layers
     kept = recipe_of(config, precision).kept_blocks(layers) if quantized(precision) else (0, 0)

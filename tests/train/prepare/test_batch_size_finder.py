@@ -207,7 +207,9 @@ def test_steps_in_bf16_of_a_quantised_run_have_to_fit_too(precision: dict[str, A
         def first_candidate(self, stage: StageWork, rows: int) -> int:
             return 8
 
-    stepper = SimpleNamespace(world=World(CPU), precision=switch, precision_config=config.precision)
+    stepper = SimpleNamespace(
+        world=World(CPU), precision=switch, precision_config=config.precision, graphed=None
+    )
     finder = OnCard(config, cast(Stepper, stepper), lambda tokens: 0.0, lambda line: None)
     found = finder.find_for_stage(cast(StageWork, SimpleNamespace(dataset=None)), 16, None)
     assert found.micro_rows == (4 if precision else 8)
@@ -250,6 +252,7 @@ def test_what_the_objective_will_keep_has_room_beside_the_steps(monkeypatch: pyt
             precision_config=config.precision,
             model=None,
             objective=SimpleNamespace(reserved_bytes=lambda config, model, keeps=keeps: keeps),
+            graphed=None,
         )
         finder = OnCard(config, cast(Stepper, stepper), lambda tokens: 10 * tokens / 2**35, lambda line: None)
         if expected is None:
