@@ -21,6 +21,8 @@ from deskside.budget.shape import Shape
 from deskside.budget.step_spec import StepSpec
 from deskside.budget.terms import Term, leaf
 
+# Passes become CUDA graphs (`compute.cuda_graph` auto) if the host launches for at least this share of a step.
+HOST_BOUND = 0.9
 # Share of a pass's launches that activation checkpointing repeats. The forward is a third of a pass; attention and MLP
 # are about half of the forward each.
 REPEATED = {"none": 0.0, "attention": 1 / 6, "mlp": 1 / 6, "block": 1 / 3}
@@ -74,7 +76,7 @@ class HostTimes:
 
 def host_seconds(shape: Shape, spec: StepSpec, host: HostTimes) -> float:
     """Return the host seconds of a step. 0 for compiled blocks that were never host-bound."""
-    layers: float = shape.num_hidden_layers * spec.accumulation
+    layers: float = shape.num_hidden_layers * _launched_passes(spec)
     if isinstance(host.factor, Term):  # the planner's explanation shows the product under one name
         layers = leaf("layers x passes", layers)
     if not spec.fused:
@@ -84,6 +86,16 @@ def host_seconds(shape: Shape, spec: StepSpec, host: HostTimes) -> float:
     repeats = 1 + REPEATED[spec.activation_checkpointing]
     per_step = host.step + (host.muon if spec.optimizer == "muon" else 0.0)
     return host.factor * (layers * host.layer_seconds(spec) * repeats + per_step)
+
+
+def _launched_passes(spec: StepSpec) -> int:
+    """Return the passes of a step whose kernels the host launches one by one.
+
+    With graphs, that is only the last pass of several replicas, which sends gradients while it runs.
+    """
+    if spec.graphs != "on":
+        return spec.accumulation
+    return 1 if spec.gpus > 1 else 0
 
 
 def overlapped_seconds(device: float, host: float, overlap: float) -> float:

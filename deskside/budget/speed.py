@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from deskside.budget.format_costs import EMULATED_RATE_SHARE
-from deskside.budget.host import HostTimes, host_seconds, overlapped_seconds
+from deskside.budget.host import HOST_BOUND, HostTimes, host_seconds, overlapped_seconds
 from deskside.budget.host_memory import host_gradient_bytes, offloaded_activation_bytes
 from deskside.budget.operators.operator import DELAYS, PRODUCTS, TRAFFIC, Operator
 from deskside.budget.operators.step import step_operators
@@ -206,9 +206,10 @@ def step_seconds(shape: Shape, spec: StepSpec, rates: Rates) -> dict[str, float]
     exposed = exposed_seconds(shape, spec, rates, device)
     seconds["offload"] += exposed
     device += exposed
-    seconds["host"] = (
-        overlapped_seconds(device, host_seconds(shape, spec, rates.host), rates.host.overlap) - device
-    )
+    host, overlap = host_seconds(shape, spec, rates.host), rates.host.overlap
+    if spec.graphs == "auto" and host >= HOST_BOUND * overlapped_seconds(device, host, overlap):
+        host = host_seconds(shape, replace(spec, graphs="on"), rates.host)
+    seconds["host"] = overlapped_seconds(device, host, overlap) - device
     return seconds
 
 

@@ -13,6 +13,7 @@ WeightFormat = Literal["float32", "bfloat16", "24bit"]
 GradientFormat = Literal["float32", "bfloat16"]
 AveragePlace = Literal["none", "device", "host"]
 GradientPlace = Literal["device", "host", "released"]
+GraphMode = Literal["off", "on", "auto"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class StepOptions:
         averages_per_step: Its updates per step, averaged over the run.
         dropout: Values of the embedding and of each sublayer's output are dropped.
         future_targets: Later tokens that each token predicts too (`multi_token.weights`).
+        graphs: Passes are replayed as CUDA graphs (`compute.cuda_graph`); "auto": if the host would limit the step.
         adapter: The adapters to train over frozen weights; None to train all weights.
     """
 
@@ -92,6 +94,7 @@ class StepOptions:
     averages_per_step: float = 0.0
     dropout: bool = False
     future_targets: int = 0
+    graphs: GraphMode = "off"
     adapter: AdapterSpec | None = None
 
     def options(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from deskside.config.dimensions import adaptable_projections, projection_sizes
 from deskside.config.optim import AdamWConfig, MuonConfig, ema_updates_per_step
 from deskside.config.recipes import Recipe
 from deskside.config.run import RunConfig
+from deskside.config.run_checks import graph_problem
 
 
 def adapter_spec(config: RunConfig) -> AdapterSpec | None:
@@ -48,6 +49,7 @@ def step_options(config: RunConfig) -> dict[str, Any]:
         "averages_per_step": config.average.per_step(),
         "dropout": config.dropout > 0,
         "future_targets": len(config.multi_token.weights),
+        "graphs": "off" if graph_problem(config) else config.compute.cuda_graph,
         "adapter": adapter_spec(config),
     }
 

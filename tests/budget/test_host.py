@@ -1,6 +1,7 @@
 """The host time of a step, and how host and device times combine."""
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,7 +9,7 @@ from hypothesis import strategies as st
 
 from deskside.budget.host import HostTimes, device_seconds, host_seconds, host_sensitivity, overlapped_seconds
 from deskside.budget.speed import Rates, step_seconds
-from deskside.budget.step_spec import StepSpec
+from deskside.budget.step_spec import GraphMode, StepSpec
 from deskside.config.model import ModelConfig
 
 SHAPE = ModelConfig()
@@ -72,3 +73,28 @@ def test_a_slower_host_slows_small_passes_alone() -> None:
     for spec, low, high in ((small, 1.9, 2.0), (large, 1.0, 1.001)):
         ratio = sum(step_seconds(SHAPE, spec, slow).values()) / sum(step_seconds(SHAPE, spec, rates).values())
         assert low <= ratio <= high
+
+
+@pytest.mark.parametrize(("gpus", "launched"), [(1, 0), (2, 1)])
+def test_the_host_launches_no_pass_that_is_replayed(gpus: int, launched: int) -> None:
+    """The last pass of several replicas is not replayed."""
+
+    def seconds(passes: int, **options: Any) -> float:
+        spec = StepSpec(
+            512, gpus * passes * 2048, 2048, copies="step", gpus=gpus, optimizer="adamw", **options
+        )
+        return host_seconds(SHAPE, spec, HostTimes())
+
+    a_pass = seconds(2) - seconds(1)
+    assert seconds(16, graphs="on") == pytest.approx(HostTimes().step + launched * a_pass)
+
+
+def test_auto_takes_graphs_where_the_host_limits_the_step() -> None:
+    rates = Rates(790e12, 4.8e12)
+
+    def seconds(tokens: int, graphs: GraphMode) -> float:
+        spec = StepSpec(512, 16 * tokens, tokens, copies="step", optimizer="adamw", graphs=graphs)
+        return sum(step_seconds(SHAPE, spec, rates).values())
+
+    assert seconds(2048, "auto") == seconds(2048, "on") < 0.3 * seconds(2048, "off")
+    assert seconds(131072, "auto") == seconds(131072, "off")

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from deskside.budget.host import HOST_BOUND
 from deskside.config.gpu_batch import rows_each
 from deskside.config.run import RunConfig
 from deskside.kernels.compile_ahead import compile_ahead
@@ -36,9 +37,6 @@ CPU_MICRO_TOKENS = 8192  # on a CPU, memory is no limit, and larger batches do n
 TIMED_DRY_STEPS = 2  # at most, after the search
 MAX_BATCHING_SPEEDUP = 4  # of a row in a large batch, compared with a row alone
 MAX_OVERCOMMIT = 1.3  # candidates predicted to need more than this multiple of the memory are not tried
-# Passes become graphs if the host launches for at least this share of a dry step. Of a step of two passes that the
-# device limits, the host takes less, until its queue of 1,024 launches is full.
-HOST_BOUND = 0.9
 
 
 @dataclass
@@ -222,7 +220,11 @@ class BatchSizeFinder:
         )
 
     def host_share(self, stage: StageWork) -> float:
-        """Return the share of a dry step's time that the host takes to launch it: of the faster of two steps."""
+        """Return the share of a dry step's time that the host takes to launch it: of the faster of two steps.
+
+        A host that is faster than the device ends early only in a step of few passes: its queue of 1,024 launches is
+        then never full.
+        """
         self.stepper.set_window(stage.window)
         rows = self.stage_dry_rows(stage)
         times = [self.timed_dry_step(stage.micro_rows, stage.dataset, rows) for _ in range(TIMED_DRY_STEPS)]
