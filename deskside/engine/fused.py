@@ -39,9 +39,8 @@ class FusedBlocks(CachedBlocks):
         self, block: Block, residual_BTD: Tensor, delta_BTD: Tensor | None, layer_cache: LayerCache
     ) -> tuple[Tensor, Tensor | None]:
         if covers_attention(block.attn):
-            parallel = (
-                isinstance(block.mlp, MLP) and block.mlp.parallel
-            )  # it reads the residual before attention
+            # A parallel MLP reads the residual before attention.
+            parallel = isinstance(block.mlp, MLP) and block.mlp.parallel
             residual_BTD, delta_BTD = self._attention(
                 block.attn, residual_BTD, delta_BTD, layer_cache, adds=not parallel
             )

@@ -11,9 +11,8 @@ from deskside.study.stats.compare import compare
 from tests.study.small import study
 
 LANGUAGES = ("bn", "en", "gu", "hi", "ta", "te")
-EFFECTS = dict(
-    zip(LANGUAGES, (-0.04, -0.03, -0.02, -0.004, 0.001, 0.03), strict=True)
-)  # of the experts, in logs
+# Of the experts, in logs.
+EFFECTS = dict(zip(LANGUAGES, (-0.04, -0.03, -0.02, -0.004, 0.001, 0.03), strict=True))
 LOAD = [[0.25, 0.25, 0.25, 0.25], [0.5, 0.125, 0.25, 0.125]]
 SHARES = (0.2, 0.4, 0.6, 0.8)  # of the training, at the evaluations
 FALLING = (1.5, 1.3, 1.2, 1.1)

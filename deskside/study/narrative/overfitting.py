@@ -5,8 +5,8 @@ arm has several seeds. An arm overfits if, in every finished seed, the last eval
 lowest one, and the training loss fell between the two. If the training loss rose as well, the arm is unstable instead.
 
 Only evaluations of the same text are compared, which are those during the training: `Trial.curve` includes the final
-evaluation only if the others read the whole validation split too. In the 93 trials of six studies in docs/data, with
-five or six evaluations each, the last one was always the lowest, so a rise of `MARGIN` is not noise.
+evaluation only if the others read the whole validation split too. In 97 trials of earlier studies, with five
+evaluations each, the last one was always the lowest (docs/statistics.md), so a rise of `MARGIN` is not noise.
 
 Each language of the validation text is judged by the same rule: one with little text may have overfitted long before
 the loss of the whole text rises.

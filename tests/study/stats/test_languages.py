@@ -35,9 +35,8 @@ def test_means_intervals_and_verdicts_are_those_of_scipy(tmp_path: Path) -> None
     # The family of a verdict is the languages of the arm, without their mean.
     significant = stats.false_discovery_control(p_values) <= 0.05
     assert [verdict in ("lower", "higher") for verdict in verdicts] == list(significant)
-    assert any(significant) and sum(significant) < sum(
-        p <= 0.05 for p in p_values
-    )  # the correction matters here
+    # The correction matters here.
+    assert any(significant) and sum(significant) < sum(p <= 0.05 for p in p_values)
     mean = found.arms["dense", MEAN].estimates["val_bpb"].mean
     assert mean == pytest.approx(
         sum(sum(values["dense", seed].values()) / len(LANGUAGES) for seed in (1, 2, 3)) / 3
@@ -56,9 +55,8 @@ def test_what_a_trial_lacks_is_said_and_left_out(tmp_path: Path) -> None:
     assert (gu.estimates["val_bpb"].n, hi.estimates["val_bpb"].n) == (2, 3)
     assert [next(c.n for c in one.comparisons) for one in (gu, hi)] == [1, 2]
     assert next(c.verdict for c in gu.comparisons) == "too few seeds"
-    assert (
-        found.arms["moe", MEAN].estimates["val_bpb"].n == 2
-    )  # a mean over fewer languages is another quantity
+    # A mean over fewer languages is another quantity.
+    assert found.arms["moe", MEAN].estimates["val_bpb"].n == 2
 
 
 def test_a_study_without_several_languages_has_no_comparison(tmp_path: Path) -> None:
