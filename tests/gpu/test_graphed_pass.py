@@ -384,6 +384,14 @@ def test_a_run_is_the_same(changes: dict[str, Any], captured: int, data: Path, t
     same(run, plain, settings(data, "off", **changes))
 
 
+def test_auto_captures_passes_that_the_host_limits(data: Path, tmp_path: Path) -> None:
+    """A pass of 512 tokens of this model is nothing but launches."""
+    plain = tiny_run.train(tmp_path, settings(data, "off"), "plain").run.path
+    run = tiny_run.train(tmp_path, settings(data, "auto"), "graphs").run.path
+    assert captures(run) == 1 and tiny_run.plan(run)["cuda_graph"] == "on"
+    same(run, plain, settings(data, "off"))
+
+
 @pytest.mark.parametrize("stop_at", [3, 9])
 @pytest.mark.parametrize("changes", [DOCUMENTS, FP8], ids=["bf16", "fp8"])
 def test_a_resumed_run_is_the_same(changes: dict[str, Any], stop_at: int, data: Path, tmp_path: Path) -> None:
