@@ -38,6 +38,7 @@ from deskside.train.prepare.attention_backends import (
 )
 from deskside.train.prepare.batch_size_finder import BatchSizeFinder
 from deskside.train.prepare.fused_tiles import choose_and_use_tiles
+from deskside.train.prepare.graph_choice import choose_graphs
 from deskside.train.prepare.preflight import TimeBudget
 from deskside.train.prepare.startup import Startup
 from deskside.train.prepare.step_planning import (
@@ -111,8 +112,8 @@ class RunExecution:
             self.log.say(describe_batch(self.config, self.world.size))
         self.set_up()
         finder = BatchSizeFinder(self.config, self.stepper, self.modelled_memory, self.log.say, self.budget)
-        recorded_graphs = "cuda_graph" in self.recorded if self.recorded else None
-        self.micro_batches = finder.find(self.stages, self.recorded.get("fit"), recorded_graphs)
+        self.micro_batches = finder.find(self.stages, self.recorded.get("fit"))
+        choose_graphs(finder, self.stages, "cuda_graph" in self.recorded if self.recorded else None)
         self.config = config_with_graphs(self.config, self.stepper.graphed is not None)
         self.startup.done("compile and fit")
         self.begin_objective()

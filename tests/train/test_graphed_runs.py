@@ -24,7 +24,7 @@ from deskside.train.loop import graphed_pass
 from deskside.train.loop.callbacks import Callback
 from deskside.train.loop.step import Stepper
 from deskside.train.objective import RowDataset
-from deskside.train.prepare import batch_size_finder, setup
+from deskside.train.prepare import graph_choice, setup
 from deskside.train.prepare.batch_size_finder import BatchSizeFinder
 from deskside.utils.errors import UsageError
 from deskside.utils.signals import StopSignal
@@ -47,7 +47,7 @@ def allow_a_cpu(patch: pytest.MonkeyPatch, pool: type[StandInPool]) -> None:
     """Let runs on a CPU use a stand-in."""
     patch.setattr(run_checks, "graph_problem", lambda config: "")
     patch.setattr(setup, "check_execution", lambda device, mode: None)
-    patch.setattr(batch_size_finder, "can_capture", lambda *run: True)
+    patch.setattr(graph_choice, "can_capture", lambda *run: True)
     patch.setattr(graphed_pass, "CudaGraphPool", pool)
     pool.made = []
 
@@ -244,7 +244,7 @@ def test_auto_captures_nothing_without_memory(
     monkeypatch.setattr(Stepper, "_pass", noted_pass)
     monkeypatch.setattr(graphed_pass, "PassMemory", Card)
     monkeypatch.setattr(Card, "room", 39)  # a pass of four rows needs 40
-    monkeypatch.setattr(BatchSizeFinder, "host_share", lambda self, stage: 1.0)
+    monkeypatch.setattr(graph_choice, "host_share", lambda finder, stage: 1.0)
     allow_a_cpu(monkeypatch, Replaying)
     run = tiny_run.train(tmp_path, settings(data, "auto")).run.path
     assert not captures(run) and "cuda_graph" not in tiny_run.plan(run)

@@ -7,9 +7,6 @@ and, with several replicas, the pass without a graph. The dry step also compiles
 of the step time. If it runs out of memory, a divisor of the rows that is at most half as large is tried with more
 gradient accumulation, so the effective batch size never changes. The result is recorded in plan.json. A resumed run
 uses it again, if it fits the number of processes.
-
-`compute.cuda_graph` auto is decided here too, after the search: by whether the host took most of the time of a dry
-step, and by dry steps that reserve the memory of a captured pass.
 """
 
 import contextlib
@@ -22,14 +19,12 @@ from typing import Any
 
 import torch
 
-from deskside.budget.host import HOST_BOUND
 from deskside.config.gpu_batch import rows_each
 from deskside.config.run import RunConfig
 from deskside.kernels.compile_ahead import compile_ahead
 from deskside.train import environment_record
 from deskside.train.loop.step import Stepper
 from deskside.train.objective import RowDataset
-from deskside.train.prepare.graph_support import can_capture
 from deskside.train.prepare.preflight import DRY_SHARE, UNLIMITED, TimeBudget
 from deskside.utils.errors import RunError
 
@@ -153,23 +148,20 @@ class BatchSizeFinder:
         self._compiled: set[tuple[int, int | None]] = set()  # (sequence length, window) of steps
 
     def find(
-        self,
-        stages: Sequence[StageWork],
-        recorded: Sequence[dict[str, Any]] | None = None,
-        graphs: bool | None = None,
+        self, stages: Sequence[StageWork], recorded: Sequence[dict[str, Any]] | None = None
     ) -> list[MicroBatch]:
         """Return the micro-batch of each stage, and set the stages' `micro_rows` and `dry_seconds`.
 
         recorded: the results of the run that is resumed. They are reused, so that gradients are accumulated over the
         same micro-batches, unless the number of processes changed and a recorded size no longer divides the rows of a
-        process. graphs: whether that run replays passes from graphs; None for a new run.
+        process.
         """
         self.stepper.optimizer.create_state()  # its memory must be in use during the search
         self.stepper.optimizer.set_progress(0.0, 0.0, 0)
         self.stepper.precision.set_active(True)
         micro_batches: list[MicroBatch] = []
         for index, stage in enumerate(stages):
-            rows = rows_each(stage.tokens_per_step, stage.sequence_length, self.world.readers)
+            rows = self.stage_rows(stage)
             if self.grows and index and _same_shape(stages[index - 1], stage):
                 micro_batches.append(self.grown(stages, index, rows))
                 continue
@@ -185,56 +177,16 @@ class BatchSizeFinder:
                 with self.stepper.precision.high_precision():
                     self.dry_step(stage.micro_rows, stage.dataset, rows)
             stage.dry_seconds = self.step_seconds(stage, rows, micro_batch)
-        if self.config.compute.cuda_graph == "auto":
-            self.choose_graphs(stages, graphs)
         self.stepper.precision.scales.reset()  # the dry steps' data is not that of the run
         return micro_batches
 
-    def choose_graphs(self, stages: Sequence[StageWork], recorded: bool | None) -> None:
-        """Replay the passes from graphs if the host limits the longest stage and there is memory in all of them."""
-        stepper = self.stepper
-        device, attention = self.world.device, stepper.context.attention
-        if recorded is False or not can_capture(self.config, device, stepper.precision.fused, attention):
-            return
-        starts = [0.0, *(stage.until for stage in stages)]
-        longest = max(range(len(stages)), key=lambda number: stages[number].until - starts[number])
-        share = self.host_share(stages[longest])
-        if recorded is None and not self.world.all_reduce_min(int(share >= HOST_BOUND)):
-            return
-        stepper.use_graphs(stepper.event)
-        try:
-            for stage in stages:
-                stepper.set_window(stage.window)
-                with self.reserve_memory(), self.reserve_captured():
-                    self.dry_step(stage.micro_rows, stage.dataset, self.stage_dry_rows(stage))
-        except torch.OutOfMemoryError as error:
-            error.__traceback__ = None  # it keeps the tensors of the failed step alive
-            stepper.leave_graphs()
-            free_failed_attempt(device)
-            self.log(
-                "compute.cuda_graph auto: passes are not captured, as there is too little memory to keep one"
-            )
-            return
-        self.log(
-            f"compute.cuda_graph auto: passes become CUDA graphs, as the host takes {share:.0%} of the time of a step"
-        )
-
-    def host_share(self, stage: StageWork) -> float:
-        """Return the share of a dry step's time that the host takes to launch it: of the faster of two steps.
-
-        A host that is faster than the device ends early only in a step of few passes: its queue of 1,024 launches is
-        then never full.
-        """
-        self.stepper.set_window(stage.window)
-        rows = self.stage_dry_rows(stage)
-        times = [self.timed_dry_step(stage.micro_rows, stage.dataset, rows) for _ in range(TIMED_DRY_STEPS)]
-        launched, seconds = min(times, key=lambda pair: pair[1])
-        return launched / seconds
+    def stage_rows(self, stage: StageWork) -> int:
+        """Return the rows of this process in a step of a stage."""
+        return rows_each(stage.tokens_per_step, stage.sequence_length, self.world.readers)
 
     def stage_dry_rows(self, stage: StageWork) -> int:
         """Return the rows of a dry step with the micro-batch of a stage."""
-        rows = rows_each(stage.tokens_per_step, stage.sequence_length, self.world.readers)
-        return self.dry_rows(stage, rows, stage.micro_rows)
+        return self.dry_rows(stage, self.stage_rows(stage), stage.micro_rows)
 
     def grown(self, stages: Sequence[StageWork], index: int, rows: int) -> MicroBatch:
         """Return the micro-batch of a stage that differs from the one before only by its larger batch: the same, as a
