@@ -1,5 +1,7 @@
-"""What compute.cuda_graph auto does on several processes and where memory is short; tests/train/test_graphed_runs.py has
-whole runs."""
+"""The choice of compute.cuda_graph auto on several processes and where memory is short.
+
+tests/train/test_graphed_runs.py has whole runs.
+"""
 
 import contextlib
 from types import SimpleNamespace
