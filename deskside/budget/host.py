@@ -16,7 +16,7 @@ because the device waits in some parts of a pass and the host in others. The con
 
 from dataclasses import dataclass, replace
 
-from deskside.budget.format_costs import quantized
+from deskside.budget.format_costs import product_formats, quantized
 from deskside.budget.shape import Shape
 from deskside.budget.step_spec import StepSpec
 from deskside.budget.terms import Term, leaf
@@ -88,12 +88,18 @@ def host_seconds(shape: Shape, spec: StepSpec, host: HostTimes) -> float:
     return host.factor * (layers * host.layer_seconds(spec) * repeats + per_step)
 
 
+def can_replay(spec: StepSpec) -> bool:
+    """Return True if the passes of a step can be CUDA graphs. Of what a run checks, this is what a plan may change."""
+    plain = spec.weights == "float32" and spec.gradients == "device" and not spec.activation_offloading
+    return spec.fused and plain and not spec.sharded and "nvfp4" not in product_formats(spec.precision)
+
+
 def _launched_passes(spec: StepSpec) -> int:
     """Return the passes of a step whose kernels the host launches one by one.
 
     With graphs, that is only the last pass of several replicas, which sends gradients while it runs.
     """
-    if spec.graphs != "on":
+    if spec.graphs != "on" or not can_replay(spec):
         return spec.accumulation
     return 1 if spec.gpus > 1 else 0
 

@@ -3,10 +3,11 @@
 With one new token per row, each kernel takes a few microseconds whatever it computes, so the time of a step is
 proportional to its number of kernels. With up to `few_tokens.MAX_TOKENS` rows, each product of a block is one kernel
 with the norm before it, and the activation or the add after it (kernels/few_tokens.py), and a block takes six: qkv;
-attention with QK-norm, RoPE and cache write; the sum of its spans; o; gate and up; down. With more rows, add + norm is
-a kernel of its own twice, and the activation once. Steps with several new tokens per row, and prompts, have one more
-for QK-norm, RoPE and cache write. With experts, the second half takes six: add + norm, router, routing, gathered
-product with activation, product, sum by token.
+attention with QK-norm, RoPE and cache write; the sum of its spans; o; gate and up; down. (With several rows, the first
+block has one more for add + norm, and in float16 every block has two.) With more rows, add + norm is a kernel of its
+own twice, and the activation once. Steps with several new tokens per row, and prompts, have one more for QK-norm, RoPE
+and cache write. With experts, the second half takes six: add + norm, router, routing, gathered product with activation,
+product, sum by token.
 
 The results equal those of the model's own modules up to rounding. An attention or MLP that the kernels do not cover
 runs in its own module.

@@ -46,15 +46,20 @@ def combinations(request: PlanRequest, start: Setting) -> Iterator[Setting]:
 
 
 def contradicts_config(request: PlanRequest, setting: Setting) -> bool:
-    """Return True for changes that options of the user exclude: released gradients cannot be clipped, and products add
-    only to float32 gradients on the GPU."""
+    """Return True for changes that options of the user exclude.
+
+    Released gradients cannot be clipped, products add only to float32 gradients on the GPU, and CUDA graphs need these
+    too, whole weights, and activations that stay on the GPU.
+    """
     given = request.given
     if given is None:
         return False
     clips = "optim.grad_clip" in given.explicit and given.config.optim.grad_clip > 0
     in_products = given.config.precision.accumulate == "fused"
     small = setting.gradients != "device" or setting.weights != "float32"
-    return (clips and setting.gradients == "released") or (in_products and small)
+    captures = given.config.compute.cuda_graph == "on"
+    elsewhere = small or setting.activation_offloading or setting.sharded
+    return (clips and setting.gradients == "released") or (in_products and small) or (captures and elsewhere)
 
 
 def best_that_fits(request: PlanRequest, start: Setting) -> tuple[StepEstimate | None, StepEstimate | None]:

@@ -5,14 +5,17 @@ in tokens or steps the planner models the speed from `deskside probe` measuremen
 Without either, as for a CPU that was never probed, the time is unknown.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from deskside.budget.step_spec import Precision
 from deskside.config.run import RunConfig
 from deskside.config.sections import DataConfig
-from deskside.data.reading.repetition import describe_epochs, planned_epochs
+from deskside.data.reading.mixing import PERIOD
+from deskside.data.reading.repetition import component_sizes, describe_epochs, epochs_at_temperature
 from deskside.plan.estimate import StepEstimate, estimate, estimate_max_microbatch
 from deskside.plan.question import PlanQuestion
 from deskside.plan.request import PlanRequest, make_request
@@ -62,7 +65,8 @@ class TrialForecast:
         source: "measured" or "published" for the measurements that the planner used, "budget" if only a time budget
             is known, "" if nothing is.
         note: A warning for the user, or "".
-        mixture: A line about the epochs of the languages or sources that a temperature draws, or "".
+        epochs: How often the languages or sources are read that a temperature draws; empty without one.
+        mixture: A line about these epochs, or "".
     """
 
     seconds_total: float | None
@@ -71,6 +75,7 @@ class TrialForecast:
     memory_gib: float | None
     source: str
     note: str = ""
+    epochs: Mapping[str, float] = field(default_factory=dict)
     mixture: str = ""
 
 
@@ -118,7 +123,7 @@ def forecast(arm: PlannedArm, machine: LocalMachine, memory_fraction: float = 1.
         memory_gib=estimated.memory_bytes[1] / 2**30 if estimated is not None else None,
         source=source,
         note=note,
-        mixture=_mixture(arm.config.data, tokens) if tokens is not None else "",
+        **(_mixture(arm.config.data, tokens) if tokens is not None else {}),
     )
 
 
@@ -163,13 +168,22 @@ def _evaluated_tokens(config: RunConfig, training: float, tokens: float | None) 
     return evaluations * min(config.evaluate.tokens, split_tokens) + split_tokens
 
 
-def _mixture(data: DataConfig, tokens: float) -> str:
-    """Return the line about the planned epochs; "" without a temperature or without data that can be read."""
+def _mixture(data: DataConfig, tokens: float) -> dict[str, Any]:
+    """Return the planned epochs and the line about them; {} without a temperature, or data that can be read."""
+    key = data.temperature_key
+    sizes = _component_sizes(str(data.path), key) if key and data.path is not None else {}
+    if not 1 < len(sizes) <= PERIOD:  # runs refuse such mixtures
+        return {}
+    epochs = epochs_at_temperature(sizes, getattr(data, key), tokens)
+    return {"epochs": epochs, "mixture": describe_epochs(epochs, data, sizes)}
+
+
+@cache  # the arms of a study mostly have the same data
+def _component_sizes(path: str, key: str) -> dict[str, int]:
     try:
-        epochs, sizes = planned_epochs(data, tokens)
-    except (UsageError, RunError):  # the trials say what is wrong with the data
-        return ""
-    return describe_epochs(epochs, data.temperature_key, sizes) if epochs else ""
+        return component_sizes(DataConfig.model_validate({"path": path, key: 1.0}))
+    except (UsageError, RunError, OSError):  # the trials say what is wrong with the data
+        return {}
 
 
 def _validation_tokens(config: RunConfig) -> int | None:

@@ -310,6 +310,8 @@ class RunExecution:
         micro_batches = [micro_batch.to_json() for micro_batch in self.micro_batches]
         if self.recorded:
             self.facts = {**self.recorded, "fit": micro_batches}
+            if self.config.compute.cuda_graph == "off":  # a captured pass may no longer fit
+                self.facts.pop("cuda_graph", None)
             return plan
         tokens = max(stage.micro_rows * stage.sequence_length for stage in stages)
         # For CPUs, there is no model of a process's resident set.

@@ -98,3 +98,23 @@ def test_auto_takes_graphs_where_the_host_limits_the_step() -> None:
 
     assert seconds(2048, "auto") == seconds(2048, "on") < 0.3 * seconds(2048, "off")
     assert seconds(131072, "auto") == seconds(131072, "off")
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"weights": "bfloat16"},
+        {"gradients": "host"},
+        {"activation_checkpointing": "block", "activation_offloading": True},
+        {"copies": "pass"},
+        {"precision": "nvfp4"},
+        {"gpus": 2, "sharded": True},
+    ],
+)
+def test_what_cannot_be_replayed_is_launched(other: dict[str, Any]) -> None:
+    def seconds(graphs: GraphMode) -> float:
+        options: dict[str, Any] = {"copies": "step", "gpus": 1, "optimizer": "adamw", **other}
+        spec = StepSpec(512, options["gpus"] * 4 * 2048, 2048, graphs=graphs, **options)
+        return host_seconds(SHAPE, spec, HostTimes())
+
+    assert seconds("on") == seconds("off")

@@ -1,8 +1,8 @@
 """Epochs of the components of a mixture, and the temperature that keeps them few.
 
 A high temperature (see `mixing`) reads small languages many times: 300M tokens from 73M of English and 17M of eight
-Indian languages, drawn with T = 3.33, read those 10 to 22 times, and their validation loss rose from a third of the
-run on (docs/indicmoe.md). UniMax (Chung et al. 2023, arXiv 2304.09151) therefore limits the epochs of each language.
+Indian languages, drawn with T = 3.33, read those 10 to 23 times, and their validation loss rose from a third of the
+run on (docs/languages.md). UniMax (Chung et al. 2023, arXiv 2304.09151) therefore limits the epochs of each language.
 """
 
 import math
@@ -13,36 +13,44 @@ import numpy as np
 
 from deskside.budget.loss import MAX_EPOCHS
 from deskside.config.sections import DataConfig
-from deskside.data.reading.mixing import temperature_weights
+from deskside.data.reading.mixing import Mixture, temperature_weights
 from deskside.data.reading.shards import read_index
 from deskside.data.reading.tags import UNKNOWN_SOURCE
 
+Sizes = Mapping[str, int]  # tokens of each component
 
-def epochs_at_temperature(sizes: Mapping[str, int], temperature: float, tokens: float) -> dict[str, float]:
-    """Return how often each component is read in this number of tokens, before weights are rounded to rows.
 
-    sizes: tokens of each component.
+def epochs_at_temperature(
+    sizes: Sizes, temperature: float, total: float, rows: Sizes | None = None
+) -> dict[str, float]:
+    """Return how often each component is read, with weights that are rounded to the rows of a period (`Mixture`).
+
+    total: tokens that are read of all components; with `rows`, the rows of each component, it is in rows.
     """
-    weights = temperature_weights(np.array(list(sizes.values())), temperature)
-    shares = zip(sizes.items(), weights, strict=True)
-    return {name: tokens * weight / sum(weights) / size for (name, size), weight in shares}
+    counts = Mixture.of(temperature_weights(np.array(list(sizes.values())), temperature)).count
+    shares = counts / counts.sum()
+    named = zip(sizes.items(), shares, strict=True)
+    return {name: total * float(share) / (rows or sizes)[name] for (name, _), share in named}
 
 
-def highest_temperature(sizes: Mapping[str, int], tokens: float, max_epochs: float) -> float | None:
+def highest_temperature(
+    sizes: Sizes, total: float, max_epochs: float, rows: Sizes | None = None
+) -> float | None:
     """Return the highest temperature, in hundredths, at which no component is read more than `max_epochs` times.
 
-    Infinity if even equal shares do not read one more often, and None if natural shares (T = 1) do.
+    Infinity if even equal shares do not read one more often, and None if natural shares (T = 1) do. As weights are
+    rounded to rows, a slightly higher one may be possible too. Arguments: see `epochs_at_temperature`.
     """
 
     def allowed(hundredths: float) -> bool:
-        return max(epochs_at_temperature(sizes, hundredths / 100, tokens).values()) <= max_epochs
+        return max(epochs_at_temperature(sizes, hundredths / 100, total, rows).values()) <= max_epochs
 
     if allowed(math.inf):
         return math.inf
     low, high = 100, 200
     if not allowed(low):
         return None
-    while allowed(high):
+    while high < 2**60 and allowed(high):
         low, high = high, 2 * high
     while high - low > 1:
         middle = (low + high) // 2
@@ -50,33 +58,32 @@ def highest_temperature(sizes: Mapping[str, int], tokens: float, max_epochs: flo
     return low / 100
 
 
-def planned_epochs(data: DataConfig, tokens: float) -> tuple[dict[str, float], dict[str, int]]:
-    """Return the epochs of each language or source that a temperature of this configuration draws, and their tokens.
+def component_sizes(data: DataConfig) -> dict[str, int]:
+    """Return the tokens of each language or source that a temperature of this configuration draws; {} without one.
 
-    Both are empty without a temperature. Raises UsageError or RunError if the prepared data cannot be read.
+    Raises UsageError or RunError if the prepared data cannot be read.
     """
     key = data.temperature_key
     if not key or data.path is None:
-        return {}, {}
+        return {}
     index = read_index(Path(data.path).expanduser())
     split = index.splits["train"]
     if key == "language_temperature":
-        sizes = {name: amount.tokens for name, amount in split.counts_by_language(index.tags).items()}
-    else:
-        sizes = {}
-        for tag, (_, amount) in split.counts_by_tag().items():
-            name = index.tags[tag].source or UNKNOWN_SOURCE
-            sizes[name] = sizes.get(name, 0) + amount
-    return epochs_at_temperature(sizes, getattr(data, key), tokens), sizes
+        return {name: amount.tokens for name, amount in split.counts_by_language(index.tags).items()}
+    sizes: dict[str, int] = {}
+    for tag, (_, amount) in split.counts_by_tag().items():
+        name = index.tags[tag].source or UNKNOWN_SOURCE
+        sizes[name] = sizes.get(name, 0) + amount
+    return sizes
 
 
 def describe_epochs(
-    epochs: Mapping[str, float], key: str = "", sizes: Mapping[str, int] | None = None
+    epochs: Mapping[str, float], data: DataConfig, sizes: Sizes | None = None, rows: Sizes | None = None
 ) -> str:
     """Return a line about the planned epochs of a mixture, with a warning about components that are read too often.
 
-    key: the option with the temperature, if there is one, for which the warning names a lower value. sizes: tokens of
-    each component.
+    If the mixture has a temperature, and a lower one helps, the warning names it. Sizes and rows: those of each
+    component, as in `epochs_at_temperature`.
     """
     listed = ", ".join(f"{name} {number:.2f}" for name, number in epochs.items())
     line = f"planned epochs of each part of the mixture: {listed}"
@@ -84,11 +91,15 @@ def describe_epochs(
     if not often:
         return line
     line += f"; beyond {MAX_EPOCHS}, repeated text teaches less than new text: {', '.join(often)}"
+    key = data.temperature_key
     if not key or sizes is None:
         return line
-    tokens = sum(number * sizes[name] for name, number in epochs.items())
-    if (temperature := highest_temperature(sizes, tokens, MAX_EPOCHS)) is None:
+    total = sum(number * (rows or sizes)[name] for name, number in epochs.items())
+    highest = highest_temperature(sizes, total, MAX_EPOCHS, rows)
+    if highest is None:
         return (
             f"{line}; at every temperature some text is read more often, so give more text or a shorter run"
         )
-    return f"{line}; --data.{key} {temperature:g} reads none more often"
+    return (
+        line if highest >= getattr(data, key) else f"{line}; --data.{key} {highest:g} reads none more often"
+    )

@@ -206,6 +206,11 @@ class PackedDataset:
         return {name: p.num_tokens for name, p in zip(self.component_names, self.packings, strict=True)}
 
     @property
+    def component_rows(self) -> dict[str, int]:
+        """Rows of each component in one epoch."""
+        return {name: p.num_rows for name, p in zip(self.component_names, self.packings, strict=True)}
+
+    @property
     def num_rows(self) -> int:
         """Number of rows of one epoch."""
         return sum(p.num_rows for p in self.packings)

@@ -136,6 +136,7 @@ def _arm_json(
             "memory_gib": forecast.memory_gib,
             "source": forecast.source or None,
             "note": forecast.note,
+            "epochs": dict(forecast.epochs),
             "mixture": forecast.mixture,
         },
     }
@@ -164,10 +165,10 @@ def _show_arms(printer: Printer, arms: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _show_mixture(printer: Printer, arms: Sequence[Mapping[str, Any]]) -> None:
-    """Print the line about the mixture of the arm that reads the most tokens."""
-    mixed = [arm for arm in arms if arm["forecast"]["mixture"]]
+    """Print the line about the mixture of the arm that reads some text the most often."""
+    mixed = [arm for arm in arms if arm["forecast"]["epochs"]]
     if mixed:
-        arm = max(mixed, key=lambda one: one["forecast"]["tokens"])
+        arm = max(mixed, key=lambda one: max(one["forecast"]["epochs"].values()))
         printer.text(f"{arm['label']}: {arm['forecast']['mixture']}")
 
 

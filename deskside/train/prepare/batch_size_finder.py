@@ -110,7 +110,7 @@ def find_micro_batch(
     )
 
 
-def _same_shape(one: StageWork, other: StageWork) -> bool:
+def same_shape(one: StageWork, other: StageWork) -> bool:
     """Return True if stages differ only in the tokens per step."""
     return (one.sequence_length, one.window) == (other.sequence_length, other.window)
 
@@ -162,7 +162,7 @@ class BatchSizeFinder:
         micro_batches: list[MicroBatch] = []
         for index, stage in enumerate(stages):
             rows = self.stage_rows(stage)
-            if self.grows and index and _same_shape(stages[index - 1], stage):
+            if self.grows and index and same_shape(stages[index - 1], stage):
                 micro_batches.append(self.grown(stages, index, rows))
                 continue
             self.stepper.set_window(stage.window)
@@ -197,9 +197,9 @@ class BatchSizeFinder:
         stage, before = stages[index], stages[index - 1]
         micro_batch = MicroBatch(before.micro_rows, rows // before.micro_rows, ())
         stage.micro_rows = before.micro_rows
-        if index + 1 < len(stages) and _same_shape(stage, stages[index + 1]):
+        if index + 1 < len(stages) and same_shape(stage, stages[index + 1]):
             return micro_batch
-        first = next(i for i in range(index) if all(_same_shape(s, stage) for s in stages[i:index]))
+        first = next(i for i in range(index) if all(same_shape(s, stage) for s in stages[i:index]))
         low, span = stages[first], max(1, stage.tokens_per_step - stages[first].tokens_per_step)
         stage.dry_seconds = low.dry_seconds * stage.tokens_per_step / low.tokens_per_step
         if self.world.broadcast([float(self.budget.share(DRY_SHARE) > stage.dry_seconds)])[0]:

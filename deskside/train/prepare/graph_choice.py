@@ -1,7 +1,7 @@
 """Decision whether a run with `compute.cuda_graph` auto replays its passes from graphs.
 
 It does if the host launches kernels for most of the time of a dry step, and if dry steps that reserve the memory of a
-captured pass succeed. A resumed run does what the run did before.
+captured pass succeed. A resumed run does what the run did before, if the memory still suffices.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ from deskside.train.prepare.batch_size_finder import (
     BatchSizeFinder,
     StageWork,
     free_failed_attempt,
+    same_shape,
 )
 from deskside.train.prepare.graph_support import can_capture
 
@@ -32,31 +33,34 @@ def choose_graphs(finder: BatchSizeFinder, stages: Sequence[StageWork], recorded
     passes = [finder.stage_rows(stage) // stage.micro_rows for stage in stages]
     if world.size > 1 and max(passes) == 1:  # its gradients are sent while it runs, so it is never replayed
         return
-    starts = [0.0, *(stage.until for stage in stages)]
-    longest = max(range(len(stages)), key=lambda number: stages[number].until - starts[number])
-    share = host_share(finder, stages[longest])
-    chosen = recorded or world.all_reduce_min(int(share >= HOST_BOUND))
-    if chosen and _fits(finder, stages):
-        why = f"the host takes {share:.0%} of the time of a step"
+    window, wanted, why = stepper.window, bool(recorded), "they were before"
+    if not recorded:
+        starts = [0.0, *(stage.until for stage in stages)]
+        longest = max(range(len(stages)), key=lambda number: stages[number].until - starts[number])
+        share = host_share(finder, stages[longest])
+        wanted = bool(world.all_reduce_min(int(share >= HOST_BOUND)))
+        why = f"the host takes {share:.0%} of the time of a step of one pass"
+    if wanted and _fits(finder, stages):
         finder.log(f"compute.cuda_graph auto: passes become CUDA graphs, as {why}")
-    elif chosen:
+    elif wanted:
         stepper.leave_graphs()
         free_failed_attempt(world.device)
         finder.log(
             "compute.cuda_graph auto: passes are not captured, as there is too little memory to keep one"
         )
+    stepper.set_window(window)
     stepper.precision.scales.reset()  # the dry steps' data is not that of the run
 
 
 def host_share(finder: BatchSizeFinder, stage: StageWork) -> float:
-    """Return the share of a dry step's time that the host takes to launch it: of the faster of two steps.
+    """Return the share of the time of a dry step of one pass that the host takes to launch it.
 
-    A host that is faster than the device ends early only in a step of few passes: its queue of 1,024 launches is then
-    never full.
+    Of the faster of two. In a step of several passes, a host that is faster than the device fills its queue of 1,024
+    launches, and waits.
     """
     finder.stepper.set_window(stage.window)
-    rows = finder.stage_dry_rows(stage)
-    times = [finder.timed_dry_step(stage.micro_rows, stage.dataset, rows) for _ in range(TIMED_DRY_STEPS)]
+    micro_rows = stage.micro_rows
+    times = [finder.timed_dry_step(micro_rows, stage.dataset, micro_rows) for _ in range(TIMED_DRY_STEPS)]
     launched, seconds = min(times, key=lambda pair: pair[1])
     return launched / seconds
 
@@ -70,10 +74,16 @@ def _fits(finder: BatchSizeFinder, stages: Sequence[StageWork]) -> bool:
     if not finder.world.all_reduce_min(int(prepared)):
         return False
     try:
-        for stage in stages:
+        for number, stage in enumerate(stages):
+            if number and same_shape(stages[number - 1], stage):
+                continue
             stepper.set_window(stage.window)
+            step = stage.micro_rows, stage.dataset, finder.stage_dry_rows(stage)
             with finder.reserve_memory(), finder.reserve_captured():
-                finder.dry_step(stage.micro_rows, stage.dataset, finder.stage_dry_rows(stage))
+                if finder.uses_bf16_steps:  # they save more than steps in the recipe's formats
+                    with stepper.precision.high_precision():
+                        finder.dry_step(*step)
+                finder.dry_step(*step)
     except torch.OutOfMemoryError as error:
         error.__traceback__ = None  # it keeps the tensors of the failed step alive
         return False

@@ -132,7 +132,7 @@ def describe_mixture(config: RunConfig, stages: Sequence[StageWork], epochs: Map
     """Return the line about the planned epochs of a run's mixture."""
     dataset = stages[-1].dataset
     assert isinstance(dataset, PackedDataset)  # no other data has components
-    return describe_epochs(epochs, config.data.temperature_key, dataset.component_tokens)
+    return describe_epochs(epochs, config.data, dataset.component_tokens, dataset.component_rows)
 
 
 def validation_languages(validation: RowDataset) -> list[str]:

@@ -10,9 +10,12 @@ from typing import Any, cast
 import pytest
 import torch
 
+from deskside.config import merge
 from deskside.train.prepare import graph_choice
+from deskside.train.prepare.attention_backends import AttentionBackends
 from deskside.train.prepare.batch_size_finder import BatchSizeFinder, StageWork
 from deskside.train.prepare.graph_choice import choose_graphs
+from deskside.train.prepare.graph_support import can_capture
 
 STAGES = [SimpleNamespace(until=1.0, window=None, micro_rows=4, dataset=None)]
 
@@ -24,6 +27,7 @@ def choice(
     rows: int = 8,
     host: float = 1.0,
     others: int = 1,
+    bf16_steps: bool = False,
     use: Any = lambda event: None,
 ) -> list[str]:
     """Return what was done. others: what the other processes say in each vote; use: what prepares the graphs."""
@@ -36,11 +40,16 @@ def choice(
 
         return recorded
 
-    stepper = SimpleNamespace(
+    stepper: Any = SimpleNamespace(
+        window=7,
         context=SimpleNamespace(attention=None),
-        precision=SimpleNamespace(fused=True, scales=SimpleNamespace(reset=record("scales reset"))),
+        precision=SimpleNamespace(
+            fused=True,
+            scales=SimpleNamespace(reset=record("scales reset")),
+            high_precision=contextlib.nullcontext,
+        ),
         event=None,
-        set_window=lambda window: None,
+        set_window=lambda window: setattr(stepper, "window", window),
         use_graphs=record("graphs", use),
         leave_graphs=record("no graphs"),
     )
@@ -53,6 +62,7 @@ def choice(
         log=lambda line: None,
         stage_rows=lambda stage: rows,
         stage_dry_rows=lambda stage: rows,
+        uses_bf16_steps=bf16_steps,
         timed_dry_step=record("timed", lambda *step: (host, 1.0)),
         dry_step=record("dry step"),
         reserve_memory=contextlib.nullcontext,
@@ -60,6 +70,7 @@ def choice(
     )
     monkeypatch.setattr(graph_choice, "can_capture", lambda *run: True)
     choose_graphs(cast(BatchSizeFinder, finder), cast("list[StageWork]", STAGES))
+    assert stepper.window == 7  # evaluations before the first step use that of the last stage
     return done
 
 
@@ -67,6 +78,11 @@ def test_a_single_pass_of_several_processes_is_never_replayed(monkeypatch: pytes
     assert choice(monkeypatch, processes=2, rows=4) == []
     assert "dry step" in choice(monkeypatch, processes=2, rows=8)
     assert "dry step" in choice(monkeypatch, processes=1, rows=4)
+
+
+def test_steps_in_bf16_have_to_fit_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert choice(monkeypatch).count("dry step") == 1
+    assert choice(monkeypatch, bf16_steps=True).count("dry step") == 2
 
 
 def test_all_processes_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,3 +96,20 @@ def test_no_process_steps_where_another_has_no_memory_for_gradients(monkeypatch:
 
     done = choice(monkeypatch, use=full)
     assert done == ["timed", "timed", "graphs", "no graphs", "scales reset"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "attention", "expected"),
+    [
+        ({}, "cudnn", True),
+        ({"optim": {"weights": "bfloat16"}}, "cudnn", False),
+        ({"model": {"num_experts": 16}}, "cudnn", False),
+        ({"dropout": 0.1}, "cudnn", False),
+        ({}, "flex", False),
+    ],
+)
+def test_what_can_be_captured(parts: dict[str, Any], attention: str, expected: bool) -> None:
+    config, backends = merge.build([parts]), AttentionBackends(attention)
+    assert can_capture(config, torch.device("cuda"), True, backends) == expected
+    assert not can_capture(config, torch.device("cuda"), False, backends)
+    assert not can_capture(config, torch.device("cpu"), True, backends)
