@@ -73,8 +73,9 @@ class Setting(StepOptions):
 
     @property
     def can_offload_activations(self) -> bool:
-        """True if activations may be offloaded to host memory: fused blocks that are recomputed as a whole."""
-        recomputed = self.activation_checkpointing == "block"
+        """True if activations may be offloaded to host memory: fused blocks that are recomputed as a whole, in passes
+        that the run does not have to replay."""
+        recomputed = self.activation_checkpointing == "block" and self.graphs != "on"
         return recomputed and self.copies != "pass" and not self.sharded
 
     @property
@@ -89,7 +90,8 @@ class Setting(StepOptions):
         """True if training supports sharding of this setting over several GPUs."""
         memory_saving = self.states in ("8bit", "4bit") or self.offload_optimizer or self.adapter is not None
         in_float32 = self.weights == self.gradient_dtype == "float32" and self.gradients == "device"
-        return not quantized(self.precision) and not memory_saving and in_float32 and self.context == 1
+        alone = self.context == 1 and self.graphs != "on"
+        return not quantized(self.precision) and not memory_saving and in_float32 and alone
 
     @property
     def tokens_per_step(self) -> float:

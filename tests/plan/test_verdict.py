@@ -560,8 +560,13 @@ def test_gradients_that_the_user_clips_are_not_released() -> None:
     assert verdicts == {0.0: ("yes-if", True), 1.0: ("no", False)}
 
 
-def test_gradients_that_products_accumulate_stay_on_the_card() -> None:
-    by_hand = {"optim": {"name": "muon"}, "precision": {"accumulate": "fused"}}
+@pytest.mark.parametrize(
+    "part",
+    [{"precision": {"accumulate": "fused"}}, {"compute": {"cuda_graph": "on"}}],
+    ids=["products", "graphs"],
+)
+def test_gradients_that_products_or_graphs_add_to_stay_on_the_card(part: dict[str, Any]) -> None:
+    by_hand = {"optim": {"name": "muon"}, **part}
     request = made.request("tokens", 1e9, memory_gib=16.0, given=made.given("d30", **by_hand))
     plan = make_plan(request)
     assert plan.verdict == "yes-if" and plan.best is not None
@@ -570,6 +575,7 @@ def test_gradients_that_products_accumulate_stay_on_the_card() -> None:
     for remedy in plan.remedies:
         found = remedy.options.get("optim", {})
         assert "gradients" not in found and "weights" not in found
+        assert "activation_offloading" not in remedy.options.get("compute", {}) or "precision" in part
 
 
 @pytest.mark.parametrize(
