@@ -48,8 +48,8 @@ def combinations(request: PlanRequest, start: Setting) -> Iterator[Setting]:
 def contradicts_config(request: PlanRequest, setting: Setting) -> bool:
     """Return True for changes that options of the user exclude.
 
-    Released gradients cannot be clipped. Products add only to float32 gradients on the GPU, and so do CUDA graphs, which
-    also cannot repeat the random numbers of NVFP4.
+    Released gradients cannot be clipped. Products add only to float32 gradients on the GPU, and so do CUDA graphs,
+    which also cannot repeat the random numbers of NVFP4.
     """
     given = request.given
     if given is None:
