@@ -61,6 +61,7 @@ class Efficiency:
         muon_seconds: What a Muon step takes beyond its FLOPs and bytes: its 220 kernels are short.
         flash_chunks_64, flash_chunks_128: Factors on the efficiency of attention without a window for shared rows in
             torch's FlashAttention, at these head_dims.
+        cudnn_chunks: The same in cuDNN.
     """
 
     matmul: float = 0.911
@@ -79,6 +80,7 @@ class Efficiency:
     muon_seconds: float = 0.0
     flash_chunks_64: float = 1.0
     flash_chunks_128: float = 1.0
+    cudnn_chunks: float = 1.0
 
     def attention(self, head_dim: int, length: int = FITTED_LENGTH) -> float:
         """Return the efficiency for rows of `length` tokens: the one at 2,048, times what longer rows gain.
@@ -175,8 +177,8 @@ def operator_seconds(operator: Operator, rates: Rates, spec: StepSpec) -> float:
                 share *= efficiency.rowwise
         if operator.windowed:
             share *= efficiency.windowed
-        elif group == "attention" and spec.flash_chunks:
-            share *= efficiency.flash_chunks(operator.width)
+        elif group == "attention" and spec.context > 1:
+            share *= efficiency.flash_chunks(operator.width) if spec.flash_chunks else efficiency.cudnn_chunks
         return rates.compute * amount / (peak * share)
     if group in TRAFFIC:
         share = float(getattr(efficiency, "traffic" if group == "quantize" else group))

@@ -283,6 +283,7 @@ def _traced_rates(rates: Rates) -> Rates:
         "muon_seconds": "short kernels of Muon",
         "flash_chunks_64": "FlashAttention share",
         "flash_chunks_128": "FlashAttention share",
+        "cudnn_chunks": "cuDNN share of shared rows",
     }
     return replace(
         named_rates, efficiency=traced(rates.efficiency, **names), fused=traced(rates.fused, **names)

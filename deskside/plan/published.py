@@ -37,9 +37,10 @@ PLAIN_SAVINGS = ("", "FULL_SHARD ckpt=False")  # column `saving` of runs without
 # 2407.08608). That is 0.44 of the rate of a large matmul, 790 TFLOP/s; ours reaches 0.59.
 FIRST_GENERATION = 0.5  # relative to the second
 SECOND_ON_HOPPER = 0.74
-# The same for shared rows in torch's FlashAttention, at head_dim 64 and 128: in one row of 65,536 tokens on two H200,
-# attention took 1,273 and 2,309 ms of a step where the model says 784 and 1,283 (docs/data/2026-11-28-scaling/third).
-HOPPER_FLASH_CHUNKS = {"flash_chunks_64": 0.616, "flash_chunks_128": 0.556}
+# The same for shared rows. In one row of 65,536 tokens on two H200, attention took 1,273 and 2,309 ms of a step in
+# torch's FlashAttention, at head_dim 64 and 128, where the model says 784 and 1,283; in cuDNN it took 838 ms at
+# head_dim 64, and 128 was not measured (docs/data/2026-11-28-scaling/third and fourth).
+HOPPER_CHUNKS = {"flash_chunks_64": 0.616, "flash_chunks_128": 0.556, "cudnn_chunks": 0.935}
 FIRST_KERNELS = ("FlashAttention", "Flash (PT2.0)")  # names in the table, before FlashAttention-2 (July 2023)
 SECOND_KERNELS = ("FA2", "SDPA", "SDPA causal", "SDPA flash GQA")
 # Rate of large BF16 matmuls as a share of the data sheet, for cards without a measurement: about the medians in
@@ -82,7 +83,7 @@ def uncalibrated_rates(gpu: Gpu) -> Rates:
     # FP32 matmuls run on the CUDA cores, two FLOPs per lane and clock.
     lanes = 64 if gpu.compute_capability == "8.0" else 128
     fp32 = 2.0 * lanes * gpu.multiprocessors * gpu.boost_hz
-    chunks = HOPPER_FLASH_CHUNKS if gpu.architecture == "Hopper" else {}
+    chunks = HOPPER_CHUNKS if gpu.architecture == "Hopper" else {}
     return Rates(
         efficiency=replace(Efficiency(), **chunks),
         fused=replace(FUSED_EFFICIENCY, **chunks),

@@ -94,7 +94,8 @@ def test_a_part_of_rows_must_add_up_to_rows() -> None:
         StepSpec(sequence_length=64, tokens=96, micro_tokens=48, gpus=2, context=2)
 
 
-MEASURED = Path(__file__).parents[2] / "docs/data/2026-11-28-scaling/third/measured.jsonl"
+DATA = Path(__file__).parents[2] / "docs" / "data" / "2026-11-28-scaling"
+MEASURED, MEASURED_WITH_CUDNN = (DATA / lease / "measured.jsonl" for lease in ("third", "fourth"))
 
 
 @pytest.mark.parametrize("preset", ["340m", "indicmoe-3b"])
@@ -118,6 +119,19 @@ def test_flash_attention_of_shared_rows_is_modelled_as_it_was_measured(preset: s
     assert step["attention"] == pytest.approx(traced, rel=0.01)
     assert speeds[1] == pytest.approx(row["p50"], rel=0.06)
     assert speeds[0] > 1.4 * speeds[1]
+
+
+def test_cudnn_of_shared_rows_is_modelled_as_it_was_measured() -> None:
+    """At head_dim 64, to which the factor was fitted: only the step is evidence."""
+    (row,) = map(json.loads, MEASURED_WITH_CUDNN.read_text("utf-8").splitlines())
+    case = Case(**{field.name: row[field.name] for field in fields(Case)})
+    given = {"preset": case.preset, "optimizer": case.optimizer, "config": case.config()}
+    step = mean_step_seconds(
+        setting_from_config(configuration(given), 2, "bf16"), uncalibrated_rates(find("h200"))
+    )
+    traced = statistics.fmean(rank["kinds_ms"]["attention"] for rank in row["profile"]) / 1e3
+    assert step["attention"] == pytest.approx(traced, rel=0.01)
+    assert case.tokens / sum(step.values()) == pytest.approx(row["p50"], rel=0.09)
 
 
 def test_only_hopper_has_a_rate_of_flash_attention_for_shared_rows() -> None:
