@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from deskside.budget.format_costs import product_formats, quantized
 from deskside.budget.shape import Shape
-from deskside.budget.step_spec import StepSpec
+from deskside.budget.step_spec import StepOptions, StepSpec
 from deskside.budget.terms import Term, leaf
 
 # Passes become CUDA graphs (`compute.cuda_graph` auto) if the host launches for at least this share of a step.
@@ -88,10 +88,10 @@ def host_seconds(shape: Shape, spec: StepSpec, host: HostTimes) -> float:
     return host.factor * (layers * host.layer_seconds(spec) * repeats + per_step)
 
 
-def can_replay(spec: StepSpec) -> bool:
-    """Return True if the passes of a step can be CUDA graphs. Of what a run checks, this is what a plan may change."""
-    plain = spec.weights == "float32" and spec.gradients == "device" and not spec.activation_offloading
-    return spec.fused and plain and not spec.sharded and "nvfp4" not in product_formats(spec.precision)
+def can_replay(step: StepOptions) -> bool:
+    """Return True if the fused passes of a step can be CUDA graphs: of what a run checks, what a plan may change."""
+    plain = step.weights == "float32" and step.gradients == "device" and not step.activation_offloading
+    return plain and not step.sharded and "nvfp4" not in product_formats(step.precision)
 
 
 def _launched_passes(spec: StepSpec) -> int:
@@ -99,7 +99,7 @@ def _launched_passes(spec: StepSpec) -> int:
 
     With graphs, that is only the last pass of several replicas, which sends gradients while it runs.
     """
-    if spec.graphs != "on" or not can_replay(spec):
+    if spec.graphs != "on" or not (spec.fused and can_replay(spec)):
         return spec.accumulation
     return 1 if spec.gpus > 1 else 0
 

@@ -10,7 +10,8 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 
-from deskside.budget.format_costs import LowFormat, Precision, product_formats, quantized
+from deskside.budget.format_costs import LowFormat, Precision, quantized
+from deskside.budget.host import can_replay
 from deskside.budget.step_spec import GradientPlace, OptimizerName, StateFormat, WeightFormat
 from deskside.config import merge
 from deskside.plan.estimate import StepEstimate, estimate_max_microbatch
@@ -48,8 +49,8 @@ def combinations(request: PlanRequest, start: Setting) -> Iterator[Setting]:
 def contradicts_config(request: PlanRequest, setting: Setting) -> bool:
     """Return True for changes that options of the user exclude.
 
-    Released gradients cannot be clipped. Products add only to float32 gradients on the GPU, and so do CUDA graphs,
-    which also cannot repeat the random numbers of NVFP4.
+    Released gradients cannot be clipped, products add only to float32 gradients on the GPU, and not every pass can be a
+    CUDA graph.
     """
     given = request.given
     if given is None:
@@ -57,9 +58,8 @@ def contradicts_config(request: PlanRequest, setting: Setting) -> bool:
     clips = "optim.grad_clip" in given.explicit and given.config.optim.grad_clip > 0
     in_products = given.config.precision.accumulate == "fused"
     small = setting.gradients != "device" or setting.weights != "float32"
-    captures = setting.graphs == "on"
-    random = captures and "nvfp4" in product_formats(setting.precision)
-    return (clips and setting.gradients == "released") or ((in_products or captures) and small) or random
+    uncaptured = setting.graphs == "on" and not can_replay(setting)
+    return (clips and setting.gradients == "released") or (in_products and small) or uncaptured
 
 
 def best_that_fits(request: PlanRequest, start: Setting) -> tuple[StepEstimate | None, StepEstimate | None]:

@@ -162,7 +162,7 @@ class ConvertedWeight:
 
     @property
     def in_own_memory(self) -> bool:
-        """Whether converted forms are cached that do not use the memory of the weight, as those of FP32 do."""
+        """True if the cached forms have memory of their own. In FP32, they are the weight itself."""
         if self.cached is None or self._source is None:
             return False
         weight = self._source[0].untyped_storage().data_ptr()

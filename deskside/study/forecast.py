@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 from deskside.budget.step_spec import Precision
 from deskside.config.run import RunConfig
@@ -116,6 +115,7 @@ def forecast(arm: PlannedArm, machine: LocalMachine, memory_fraction: float = 1.
         note = f"not expected to fit: {gib(estimated.memory_bytes[1])} of {gib(estimated.capacity)}"
     elif estimated is not None and estimated.setting.emulated:
         note = "low-precision format emulated here"
+    epochs, mixture = _mixture(arm.config.data, tokens)
     return TrialForecast(
         seconds_total=total,
         seconds_training=training,
@@ -123,7 +123,8 @@ def forecast(arm: PlannedArm, machine: LocalMachine, memory_fraction: float = 1.
         memory_gib=estimated.memory_bytes[1] / 2**30 if estimated is not None else None,
         source=source,
         note=note,
-        **(_mixture(arm.config.data, tokens) if tokens is not None else {}),
+        epochs=epochs,
+        mixture=mixture,
     )
 
 
@@ -168,20 +169,22 @@ def _evaluated_tokens(config: RunConfig, training: float, tokens: float | None) 
     return evaluations * min(config.evaluate.tokens, split_tokens) + split_tokens
 
 
-def _mixture(data: DataConfig, tokens: float) -> dict[str, Any]:
-    """Return the planned epochs and the line about them; {} without a temperature, or data that can be read."""
+def _mixture(data: DataConfig, tokens: float | None) -> tuple[dict[str, float], str]:
+    """Return the planned epochs and the line about them; empty without a temperature, tokens or data."""
     key = data.temperature_key
-    sizes = _component_sizes(str(data.path), key) if key and data.path is not None else {}
+    if not key or data.path is None or tokens is None:
+        return {}, ""
+    sizes = _component_sizes(Path(data.path).expanduser(), key)
     if not 1 < len(sizes) <= PERIOD:  # runs refuse such mixtures
-        return {}
+        return {}, ""
     epochs = epochs_at_temperature(sizes, getattr(data, key), tokens)
-    return {"epochs": epochs, "mixture": describe_epochs(epochs, data, sizes)}
+    return epochs, describe_epochs(epochs, data, sizes)
 
 
 @cache  # the arms of a study mostly have the same data
-def _component_sizes(path: str, key: str) -> dict[str, int]:
+def _component_sizes(directory: Path, key: str) -> dict[str, int]:
     try:
-        return component_sizes(DataConfig.model_validate({"path": path, key: 1.0}))
+        return component_sizes(directory, key)
     except (UsageError, RunError, OSError):  # the trials say what is wrong with the data
         return {}
 

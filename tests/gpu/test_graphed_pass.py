@@ -29,7 +29,7 @@ from tests.gpu.card import ALONE, DEVICE, NEEDS_CARD
 from tests.optim.models import NO_SCALING
 from tests.precision.small import make
 from tests.train import tiny_run
-from tests.train.test_graphed_runs import StopAfter, captures
+from tests.train.test_graphed_runs import captures
 from tests.train.tiny_run import curve, rows
 
 pytestmark = NEEDS_CARD
@@ -397,7 +397,7 @@ def test_auto_captures_passes_that_the_host_limits(data: Path, tmp_path: Path) -
 def test_a_resumed_run_is_the_same(changes: dict[str, Any], stop_at: int, data: Path, tmp_path: Path) -> None:
     plain = tiny_run.train(tmp_path, settings(data, "off", **changes), "plain").run.path
     run = tiny_run.train(
-        tmp_path, settings(data, "on", **changes), "graphs", watch=StopAfter(stop_at)
+        tmp_path, settings(data, "on", **changes), "graphs", watch=tiny_run.StopAfter(stop_at)
     ).run.path
     assert not (run / "summary.json").exists()
     assert training_run.resume(run).status == "finished"

@@ -17,17 +17,13 @@ from deskside.model.transformer import Transformer
 from deskside.optim.average import WeightAverage
 from deskside.optim.build import Optimizer
 from deskside.probe.point import OPTIMIZER_RUNS, StepTimer, optimizer_seconds, prepare_step, random_batches
-from deskside.run.directory import RunDirectory
 from deskside.train import training_run
 from deskside.train.environment_record import Sensors
 from deskside.train.loop import graphed_pass
-from deskside.train.loop.callbacks import Callback
 from deskside.train.loop.step import Stepper
-from deskside.train.objective import RowDataset
 from deskside.train.prepare import graph_choice, setup
 from deskside.train.prepare.batch_size_finder import BatchSizeFinder
 from deskside.utils.errors import UsageError
-from deskside.utils.signals import StopSignal
 from tests.train import tiny_run
 from tests.train.loop.graph_stand_ins import Checking, Replaying, StandInPool
 from tests.train.tiny_run import curve, rows
@@ -192,18 +188,6 @@ def test_the_micro_batch_leaves_room_beside_what_a_captured_pass_keeps(
     assert not Card.blocks and captures(run) == (cuda_graph == "on")
 
 
-class StopAfter(Callback):
-    def __init__(self, step: int):
-        self.step = step
-
-    def begin(self, run: RunDirectory, stop: StopSignal, validation: RowDataset) -> None:
-        self.stop = stop
-
-    def on_step(self, row: dict[str, Any], total_steps: int) -> None:
-        if row["step"] == self.step:
-            self.stop.requested = "SIGTERM"
-
-
 @pytest.mark.parametrize(("launched", "chosen"), [(0.05, False), (0.08, False), (0.095, True)])
 def test_auto_captures_the_passes_of_steps_that_the_host_limits(
     launched: float, chosen: bool, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -225,7 +209,9 @@ def test_auto_captures_the_passes_of_steps_that_the_host_limits(
     same(run, plain)
     assert captures(run) == chosen and ("cuda_graph" in tiny_run.plan(run)) == chosen
 
-    stopped = tiny_run.train(tmp_path, settings(data, "auto"), "stopped", watch=StopAfter(9)).run.path
+    stopped = tiny_run.train(
+        tmp_path, settings(data, "auto"), "stopped", watch=tiny_run.StopAfter(9)
+    ).run.path
     host_takes(0.0 if chosen else 0.1)
     assert training_run.resume(stopped).status == "finished"
     same(stopped, plain)
@@ -309,7 +295,7 @@ def test_a_resumed_run_is_the_same(
     plain = tiny_run.train(tmp_path, settings(data, "off", **changes), "plain").run.path
     allow_a_cpu(monkeypatch, Checking)
     config = settings(data, "on", **changes)
-    run = tiny_run.train(tmp_path, config, "graphs", watch=StopAfter(stop_at)).run.path
+    run = tiny_run.train(tmp_path, config, "graphs", watch=tiny_run.StopAfter(stop_at)).run.path
     assert not (run / "summary.json").exists()
     assert training_run.resume(run).status == "finished"
     same(run, plain)

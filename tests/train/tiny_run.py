@@ -26,9 +26,13 @@ import torch
 import deskside
 from deskside.config.run import RunConfig
 from deskside.data.reading.loader import Batch
+from deskside.run.directory import RunDirectory
 from deskside.train import training_run
+from deskside.train.loop.callbacks import Callback
 from deskside.train.loop.step import StepMetrics, Stepper
+from deskside.train.objective import RowDataset
 from deskside.train.training_run import RunOutcome
+from deskside.utils.signals import StopSignal
 
 TEXT = "the river ran under a stone bridge while old ships waited for morning light and nobody spoke"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -93,6 +97,20 @@ class VirtualTime:
     def look(self) -> float:
         self.now += 1e-6
         return self.now
+
+
+class StopAfter(Callback):
+    """Training callback that stops a run after a step, as a signal does."""
+
+    def __init__(self, step: int):
+        self.step = step
+
+    def begin(self, run: RunDirectory, stop: StopSignal, validation: RowDataset) -> None:
+        self.stop = stop
+
+    def on_step(self, row: dict[str, Any], total_steps: int) -> None:
+        if row["step"] >= self.step:
+            self.stop.requested = "SIGTERM"
 
 
 def train(root: Path, config: RunConfig, name: str = "run", **given: Any) -> RunOutcome:

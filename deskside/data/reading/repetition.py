@@ -15,7 +15,6 @@ from deskside.budget.loss import MAX_EPOCHS
 from deskside.config.sections import DataConfig
 from deskside.data.reading.mixing import Mixture, temperature_weights
 from deskside.data.reading.shards import read_index
-from deskside.data.reading.tags import UNKNOWN_SOURCE
 
 Sizes = Mapping[str, int]  # tokens of each component
 
@@ -58,22 +57,20 @@ def highest_temperature(
     return low / 100
 
 
-def component_sizes(data: DataConfig) -> dict[str, int]:
-    """Return the tokens of each language or source that a temperature of this configuration draws; {} without one.
+def component_sizes(directory: Path, key: str) -> dict[str, int]:
+    """Return the tokens of each component that a temperature draws from prepared data.
 
-    Raises UsageError or RunError if the prepared data cannot be read.
+    key: the name of the temperature (`DataConfig.temperature_key`). Raises UsageError or RunError if the data cannot be
+    read.
     """
-    key = data.temperature_key
-    if not key or data.path is None:
-        return {}
-    index = read_index(Path(data.path).expanduser())
+    index = read_index(directory)
     split = index.splits["train"]
     if key == "language_temperature":
         return {name: amount.tokens for name, amount in split.counts_by_language(index.tags).items()}
     sizes: dict[str, int] = {}
-    for tag, (_, amount) in split.counts_by_tag().items():
-        name = index.tags[tag].source or UNKNOWN_SOURCE
-        sizes[name] = sizes.get(name, 0) + amount
+    for tag, (_, tokens) in split.counts_by_tag().items():
+        name = index.tags[tag].source_name
+        sizes[name] = sizes.get(name, 0) + tokens
     return sizes
 
 

@@ -24,7 +24,6 @@ from deskside.data.reading.mixing import PERIOD, Mixture, assign_components, tem
 from deskside.data.reading.packing import Packing, pack
 from deskside.data.reading.shuffle import combine_keys, endless_shuffle
 from deskside.data.reading.shuffled_packing import ShuffledPacking, max_pieces
-from deskside.data.reading.tags import UNKNOWN_SOURCE
 from deskside.utils.errors import UsageError
 
 IGNORE = -100  # the target of padding and of tokens not trained on, ignored by the loss
@@ -141,7 +140,7 @@ class PackedDataset:
                     "or prepare the data with a language for each document (--lang-field, --lang)"
                 )
         elif source_temperature is not None:
-            names = sorted({index.tags[t].source or UNKNOWN_SOURCE for t in np.unique(tag).tolist()})
+            names = sorted({index.tags[t].source_name for t in np.unique(tag).tolist()})
             if len(names) < 2:
                 raise UsageError(
                     f"data.source_temperature: all documents of {directory} have the source {names[0]}; remove it, or "
@@ -152,9 +151,7 @@ class PackedDataset:
                     f"data.source_temperature: {directory} has {len(names):,} sources, and at most {PERIOD:,} can be "
                     "mixed; remove it, or prepare the data with fewer sources"
                 )
-            of_tag = [
-                names.index(s) if (s := t.source or UNKNOWN_SOURCE) in names else -1 for t in index.tags
-            ]
+            of_tag = [names.index(t.source_name) if t.source_name in names else -1 for t in index.tags]
             component = np.array(of_tag, np.int64)[tag]
         temperature = language_temperature if language_temperature is not None else source_temperature
         if temperature is not None and not weights:

@@ -27,6 +27,11 @@ class TagInfo(Part):
         """The language for tables and charts, where an unknown one has a name too."""
         return self.lang or UNKNOWN_LANGUAGE
 
+    @property
+    def source_name(self) -> str:
+        """The source as a component of a mixture, where an unknown one has a name too."""
+        return self.source or UNKNOWN_SOURCE
+
 
 class TagCount(Part):
     """The documents and tokens with one tag in a shard, and the bytes and words of their text if they were counted."""

@@ -17,7 +17,6 @@ from scipy.stats import kendalltau
 from deskside.config import merge
 from deskside.run.directory import RunDirectory
 from deskside.train import objective
-from deskside.train.loop.callbacks import Callback
 from deskside.train.loop.overfitting import MAX_FALLING_PAIRS, WINDOW, OverfittingWatch, overfits
 from deskside.train.objective import Evaluation, NextToken, Session
 from deskside.train.state.checkpointer import Checkpointer
@@ -227,25 +226,11 @@ def test_a_resumed_run_knows_its_best_checkpoint_and_its_losses(
 ) -> None:
     left = planned_losses(monkeypatch, OVERFITTING)
     stopping = config(data, checkpoint={"every": "10 steps", "keep": 1, "keep_best": True})
-    tiny_run.train(tmp_path, stopping, watch=Stop(32))
+    tiny_run.train(tmp_path, stopping, watch=tiny_run.StopAfter(32))
     assert len(left) == len(OVERFITTING) - 6
     outcome = tiny_run.resume(tmp_path / "run")
     assert outcome.summary["best_step"] == 20 and outcome.summary["overfits"]
     assert events(tmp_path / "run").count("warning: overfitting") == 1
-
-
-class Stop(Callback):
-    """Stops a run after a step."""
-
-    def __init__(self, step: int):
-        self.step = step
-
-    def begin(self, run: Any, stop: Any, validation: Any) -> None:
-        self.stop = stop
-
-    def on_step(self, row: dict[str, Any], total_steps: int) -> None:
-        if row["step"] >= self.step:
-            self.stop.requested = "SIGTERM"
 
 
 def test_a_best_checkpoint_that_is_damaged(
