@@ -3,12 +3,12 @@
     python -m benchmarks.few_tokens [--models 124m,benchmarks/qwen3-0.6b.toml,1.3b] [--tokens 1,2,4,8,16,32,64]
         [--tiles] [--json FILE]
 
-For the four products of a block (qkv and gate_up with the norm before them, o and down with the add after them), in
-each arm: a CUDA graph of LAYERS layers with weights of their own, so that few of them are in the L2 cache.
+For the four products of a block (qkv and gate_up with the norm before them, o, and down), in each arm: a CUDA graph of
+LAYERS layers with weights of their own, so that few of them are in the L2 cache.
 
     us      microseconds per product, median over the runs
     GB/s    bytes of its weights per second
-    torch   add_norm before qkv and gate_up, torch's product, and the activation, each a kernel
+    torch   add_norm, torch's product, and the activation, each a kernel
 
 --tiles tries every tile of ONE or MORE too, and names the fastest (outputs, channels, warps, stages).
 """
@@ -89,7 +89,6 @@ def arms(
     rows = outputs * (2 if gated else 1)
     weights = torch.randn(LAYERS, rows, inputs, device="cuda", dtype=torch.bfloat16) / inputs**0.5
     x, delta = torch.randn(2, tokens, inputs, device="cuda", dtype=torch.bfloat16)
-    residual = torch.randn(tokens, outputs, device="cuda", dtype=torch.bfloat16)
     norm_weight = torch.ones(inputs, device="cuda")
     activation = "silu" if gated else None
 
@@ -101,9 +100,9 @@ def arms(
 
     def ours(layer: int) -> object:
         if norm:
-            before = AddNorm(None, norm_weight, 1e-6)
-            return few_tokens.add_norm_linear(x, before, weights[layer], None, activation, gated)
-        return few_tokens.linear(x, weights[layer], residual_NF=residual)
+            add_norm = AddNorm(delta, norm_weight, 1e-6)
+            return few_tokens.add_norm_linear(x, add_norm, weights[layer], None, activation, gated)
+        return few_tokens.linear(x, weights[layer], None, activation, gated)
 
     return by_torch, ours
 

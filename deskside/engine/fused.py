@@ -2,12 +2,11 @@
 
 With one new token per row, each kernel takes a few microseconds whatever it computes, so the time of a step is
 proportional to its number of kernels. With up to `few_tokens.MAX_TOKENS` rows, each product of a block is one kernel
-with the norm before it, and the activation or the add after it (kernels/few_tokens.py), and a block takes six: qkv;
-attention with QK-norm, RoPE and cache write; the sum of its spans; o; gate and up; down. (With several rows, the first
-block has one more for add + norm, and in float16 every block has two.) With more rows, add + norm is a kernel of its
-own twice, and the activation once. Steps with several new tokens per row, and prompts, have one more for QK-norm, RoPE
-and cache write. With experts, the second half takes six: add + norm, router, routing, gathered product with activation,
-product, sum by token.
+with the activation after it (kernels/few_tokens.py). With one row, the add and norm before it are in the same kernel,
+and a block takes six: qkv; attention with QK-norm, RoPE and cache write; the sum of its spans; o; gate and up; down.
+With more rows, add + norm is a kernel of its own twice, and with still more, the activation. Steps with several new
+tokens per row, and prompts, have one more for QK-norm, RoPE and cache write. With experts, the second half takes six:
+add + norm, router, routing, gathered product with activation, product, sum by token.
 
 The results equal those of the model's own modules up to rounding. An attention or MLP that the kernels do not cover
 runs in its own module.
@@ -25,7 +24,7 @@ from deskside.kernels.decode import attend_from_new, qk_norm_rope_into_cache
 from deskside.kernels.fused import QkvLayout
 from deskside.model.block import MLP, Attention, Block, CachedBlocks, LayerCache, MoE
 from deskside.model.transformer import Transformer
-from deskside.ops.composite import AddNormLinear, RMSNorm, Sublayer
+from deskside.ops.composite import AddNormLinear, RMSNorm
 from deskside.ops.linear import Linear
 from deskside.ops.moe import Experts
 
@@ -37,14 +36,10 @@ class FusedBlocks(CachedBlocks):
         self._model = model
 
     def block(
-        self, block: Block, residual_BTD: Tensor, delta_BTD: Tensor | None, layer_cache: LayerCache
-    ) -> tuple[Tensor, Tensor | None]:
+        self, block: Block, residual_BTD: Tensor, delta_BTD: Tensor, layer_cache: LayerCache
+    ) -> tuple[Tensor, Tensor]:
         if covers_attention(block.attn):
-            # A parallel MLP reads the residual before attention.
-            parallel = isinstance(block.mlp, MLP) and block.mlp.parallel
-            residual_BTD, delta_BTD = self._attention(
-                block.attn, residual_BTD, delta_BTD, layer_cache, adds=not parallel
-            )
+            residual_BTD, delta_BTD = self._attention(block.attn, residual_BTD, delta_BTD, layer_cache)
         else:
             residual_BTD, delta_BTD = block.attn.forward_cached(residual_BTD, delta_BTD, layer_cache)
         if isinstance(block.mlp, MLP) and covers_mlp(block.mlp):
@@ -54,20 +49,15 @@ class FusedBlocks(CachedBlocks):
         residual_BTD, delta_BTD, *_ = block.mlp(residual_BTD, delta_BTD)
         return residual_BTD, delta_BTD
 
-    def final(self, operator: AddNormLinear, residual_BTD: Tensor, delta_BTD: Tensor | None) -> Tensor:
+    def final(self, operator: AddNormLinear, residual_BTD: Tensor, delta_BTD: Tensor) -> Tensor:
         """Return the hidden states after the final norm."""
         if isinstance(operator.norm, RMSNorm) and operator.position == "pre":
             return _add_norm(operator, residual_BTD, delta_BTD)[1].view_as(residual_BTD)
         return super().final(operator, residual_BTD, delta_BTD)
 
     def _attention(
-        self,
-        attn: Attention,
-        residual_BTD: Tensor,
-        delta_BTD: Tensor | None,
-        layer_cache: LayerCache,
-        adds: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+        self, attn: Attention, residual_BTD: Tensor, delta_BTD: Tensor, layer_cache: LayerCache
+    ) -> tuple[Tensor, Tensor]:
         B, T, _ = residual_BTD.shape
         residual_ND, qkv_NW = _add_norm_linear(attn.input, residual_BTD, delta_BTD)
         q_norm, k_norm = attn.q_norm, attn.k_norm
@@ -86,16 +76,16 @@ class FusedBlocks(CachedBlocks):
                 qkv_NW, norms, angles, layout, layer_cache.keys_values, where
             ).unflatten(0, (B, T))
             o_BTHC = layer_cache.attention(q_BTHC, context)
-        return _output(attn, attn.output, residual_ND.view_as(residual_BTD), o_BTHC.flatten(2), adds)
+        return residual_ND.view_as(residual_BTD), attn.normed(_linear(attn.output, o_BTHC.flatten(2)))
 
     @staticmethod
-    def _mlp(mlp: MLP, residual_BTD: Tensor, delta_BTD: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _mlp(mlp: MLP, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
         residual_ND, hidden_NF = _add_norm_linear(mlp.input, residual_BTD, delta_BTD, mlp.output.activation)
-        hidden_BTF = hidden_NF.unflatten(0, residual_BTD.shape[:2])
-        return _output(mlp, mlp.output.projection, residual_ND.view_as(residual_BTD), hidden_BTF)
+        output_BTD = _linear(mlp.output.projection, hidden_NF).view_as(residual_BTD)
+        return residual_ND.view_as(residual_BTD), mlp.normed(output_BTD)
 
     @staticmethod
-    def _experts(mlp: MoE, residual_BTD: Tensor, delta_BTD: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _experts(mlp: MoE, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
         residual_ND, normed_ND = _add_norm(mlp.input, residual_BTD, delta_BTD)
         mixture = mlp.mixture
         experts = mixture.experts
@@ -158,7 +148,7 @@ def _covers(operator: AddNormLinear, **options: Any) -> bool:
 
 
 def _add_norm_linear(
-    operator: AddNormLinear, residual_BTD: Tensor, delta_BTD: Tensor | None, activation: str | None = None
+    operator: AddNormLinear, residual_BTD: Tensor, delta_BTD: Tensor, activation: str | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the sum, and the activation of the operator's product: gated if its projection is gate and up."""
     (projection,) = operator.projections
@@ -166,8 +156,7 @@ def _add_norm_linear(
     gated = activation is not None and len(projection.slices) == 2
     x_ND = residual_BTD.flatten(0, 1)
     if _covers_few_tokens(projection, x_ND):
-        delta_ND = None if delta_BTD is None else delta_BTD.flatten(0, 1)
-        norm = few_tokens.AddNorm(delta_ND, operator.norm.weight, operator.norm.eps)
+        norm = few_tokens.AddNorm(delta_BTD.flatten(0, 1), operator.norm.weight, operator.norm.eps)
         return few_tokens.add_norm_linear(x_ND, norm, projection.weight, projection.bias, activation, gated)
     residual_ND, normed_ND = _add_norm(operator, residual_BTD, delta_BTD)
     out_NF = projection(normed_ND)
@@ -178,17 +167,13 @@ def _add_norm_linear(
     return residual_ND, out_NF
 
 
-def _output(
-    sublayer: Sublayer, layer: Module, residual_BTD: Tensor, x_BTK: Tensor, adds: bool = True
-) -> tuple[Tensor, Tensor | None]:
-    """Return (residual, delta) after a sublayer's last layer. adds: it adds its output to the residual if it can."""
-    x_NK = x_BTK.flatten(0, 1)
-    if not (isinstance(layer, Linear) and _covers_few_tokens(layer, x_NK)):
-        return residual_BTD, sublayer.normed(layer(x_BTK))
-    adds &= sublayer.output_norm is None and sublayer.multiplier == 1.0 and sublayer.dropout is None
-    residual_ND = residual_BTD.flatten(0, 1) if adds else None
-    out_BTD = few_tokens.linear(x_NK, layer.weight, layer.bias, residual_NF=residual_ND).view_as(residual_BTD)
-    return (out_BTD, None) if adds else (residual_BTD, sublayer.normed(out_BTD))
+def _linear(layer: Module, x: Tensor) -> Tensor:
+    """Return layer(x); by the kernel for few tokens, if it takes the layer."""
+    x_NK = x.flatten(0, -2)
+    if isinstance(layer, Linear) and _covers_few_tokens(layer, x_NK):
+        return few_tokens.linear(x_NK, layer.weight, layer.bias).unflatten(0, x.shape[:-1])
+    out: Tensor = layer(x)
+    return out
 
 
 def _covers_few_tokens(layer: Linear, x_NK: Tensor) -> bool:
@@ -198,11 +183,11 @@ def _covers_few_tokens(layer: Linear, x_NK: Tensor) -> bool:
     )
 
 
-def _add_norm(
-    operator: AddNormLinear, residual_BTD: Tensor, delta_BTD: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _add_norm(operator: AddNormLinear, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
     assert isinstance(operator.norm, RMSNorm)
-    norm, delta_ND = operator.norm, None if delta_BTD is None else delta_BTD.flatten(0, 1)
-    residual_ND, normed_ND, _ = fused.add_norm(residual_BTD.flatten(0, 1), delta_ND, norm.weight, norm.eps)
+    norm = operator.norm
+    residual_ND, normed_ND, _ = fused.add_norm(
+        residual_BTD.flatten(0, 1), delta_BTD.flatten(0, 1), norm.weight, norm.eps
+    )
     assert isinstance(normed_ND, Tensor)
     return residual_ND, normed_ND

@@ -26,11 +26,11 @@ class HiddenRecorder(CachedBlocks):
         self.hidden_ND: Tensor
 
     def block(
-        self, block: Block, residual_BTD: Tensor, delta_BTD: Tensor | None, layer_cache: LayerCache
-    ) -> tuple[Tensor, Tensor | None]:
+        self, block: Block, residual_BTD: Tensor, delta_BTD: Tensor, layer_cache: LayerCache
+    ) -> tuple[Tensor, Tensor]:
         return self._blocks.block(block, residual_BTD, delta_BTD, layer_cache)
 
-    def final(self, operator: AddNormLinear, residual_BTD: Tensor, delta_BTD: Tensor | None) -> Tensor:
+    def final(self, operator: AddNormLinear, residual_BTD: Tensor, delta_BTD: Tensor) -> Tensor:
         hidden_1ND = self._blocks.final(operator, residual_BTD, delta_BTD)
         self.hidden_ND = hidden_1ND[0]
         return hidden_1ND

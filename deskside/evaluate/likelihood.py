@@ -173,7 +173,7 @@ class _SelectHidden(CachedBlocks):
         self._index_N = index_N
         self.hidden_ND: Tensor
 
-    def final(self, operator: AddNormLinear, residual_BTD: Tensor, delta_BTD: Tensor | None) -> Tensor:
+    def final(self, operator: AddNormLinear, residual_BTD: Tensor, delta_BTD: Tensor) -> Tensor:
         """Return only one hidden state, (1, 1, D), for the model's logits. `_score_rows` computes the needed ones."""
         self.hidden_ND = super().final(operator, residual_BTD, delta_BTD).flatten(0, 1)[self._index_N]
         return self.hidden_ND[None, :1]

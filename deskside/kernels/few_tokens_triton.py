@@ -1,9 +1,8 @@
 """The kernels of few_tokens.py in Triton, and their launches. Imported only where tensors are on a GPU.
 
-`_one_token`: a program multiplies OUTPUTS rows of the weight by the token, elementwise, and sums; the add and norm
-before it are part of it. `_few_tokens`: a program multiplies them by all tokens on the tensor cores; the norm before it
-is part of it. It asks for its weights to be moved to the L2 cache before it waits for the kernel before it, and then
-reads weights and tokens in several stages. Both add a residual to the output.
+`_one_token`: a program multiplies OUTPUTS rows of the weight by the token, elementwise, and sums; the norm before it is
+part of it. `_few_tokens`: a program multiplies them by all tokens on the tensor cores. It asks for its weights to be
+moved to the L2 cache before it waits for the kernel before it, and then reads weights and tokens in several stages.
 
 K: channels of the input, F: outputs, N: tokens.
 """
@@ -49,7 +48,7 @@ TILES = {
 
 @triton.jit
 def _one_token(  # type: ignore[no-untyped-def]
-    X, DELTA, SUM, NORM_WEIGHT, WEIGHT, BIAS, RESIDUAL, OUT, eps,
+    X, DELTA, SUM, NORM_WEIGHT, WEIGHT, BIAS, OUT, eps,
     F: tl.constexpr, K: tl.constexpr, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr,
     KIND: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -80,7 +79,6 @@ def _one_token(  # type: ignore[no-untyped-def]
             if tl.program_id(0) == 0:
                 tl.store(SUM + channel, rounded, mask)
             x = rounded.to(tl.float32)
-        if NORM_WEIGHT is not None:
             squares += x * x
             x *= tl.load(NORM_WEIGHT + channel, mask, 0.0).to(tl.float32)
         total += w.to(tl.float32) * x[None, :]
@@ -91,7 +89,7 @@ def _one_token(  # type: ignore[no-untyped-def]
             u = tl.load(rows_up + start + CHANNELS, following, 0.0)
     out = tl.sum(total, axis=1)
     up = tl.sum(total_up, axis=1) if GATED else out
-    if NORM_WEIGHT is not None:
+    if DELTA is not None:
         rstd = tl.rsqrt(tl.sum(squares, axis=0) / K + eps)
         out *= rstd
         up *= rstd
@@ -103,12 +101,7 @@ def _one_token(  # type: ignore[no-untyped-def]
         out, _ = activation(out, KIND)
     if GATED:
         out *= up
-    rounded = out.to(OUT.dtype.element_ty)
-    if RESIDUAL is not None:
-        rounded = (tl.load(RESIDUAL + f, f < F, 0.0).to(tl.float32) + rounded.to(tl.float32)).to(
-            rounded.dtype
-        )
-    tl.store(OUT + f, rounded, f < F)
+    tl.store(OUT + f, out.to(OUT.dtype.element_ty), f < F)
 
 
 _PREFETCH = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
@@ -117,7 +110,7 @@ PREFETCH = tl.constexpr(_PREFETCH)
 
 @triton.jit
 def _few_tokens(  # type: ignore[no-untyped-def]
-    X, NORM_WEIGHT, WEIGHT, BIAS, RESIDUAL, OUT, N, eps,
+    X, WEIGHT, BIAS, OUT, N,
     F: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr,
     LINES: tl.constexpr, KIND: tl.constexpr, GATED: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -140,7 +133,6 @@ def _few_tokens(  # type: ignore[no-untyped-def]
         gdc_wait()
     total = tl.zeros((ROWS, OUTPUTS), tl.float32)
     total_up = tl.zeros((ROWS, OUTPUTS), tl.float32)
-    squares = tl.zeros((ROWS, CHANNELS), tl.float32)
     tokens = X + tl.minimum(n, N - 1)[:, None] * K
     for start in range(0, K, CHANNELS):
         k = start + tl.arange(0, CHANNELS)[None, :]
@@ -150,10 +142,6 @@ def _few_tokens(  # type: ignore[no-untyped-def]
         else:
             x = tl.load(tokens + k, k < K, 0.0)
             w = tl.load(rows + k, k < K, 0.0)
-        if NORM_WEIGHT is not None:
-            wide = x.to(tl.float32)
-            squares += wide * wide
-            x = (wide * tl.load(NORM_WEIGHT + k, k < K, 0.0).to(tl.float32)).to(x.dtype)
         total = tl.dot(x, tl.trans(w), total, input_precision=PRECISION)
         if GATED:
             if K % CHANNELS == 0:
@@ -161,10 +149,6 @@ def _few_tokens(  # type: ignore[no-untyped-def]
             else:
                 u = tl.load(rows_up + k, k < K, 0.0)
             total_up = tl.dot(x, tl.trans(u), total_up, input_precision=PRECISION)
-    if NORM_WEIGHT is not None:
-        rstd = tl.rsqrt(tl.sum(squares, axis=1) / K + eps)[:, None]
-        total *= rstd
-        total_up *= rstd
     if BIAS is not None:
         total += tl.load(BIAS + f, f < F, 0.0).to(tl.float32)[None, :]
         if GATED:
@@ -173,12 +157,9 @@ def _few_tokens(  # type: ignore[no-untyped-def]
         total, _ = activation(total, KIND)
     if GATED:
         total *= total_up
-    outputs, inside = n[:, None] * F + f[None, :], (n < N)[:, None] & (f < F)[None, :]
-    rounded = total.to(OUT.dtype.element_ty)
-    if RESIDUAL is not None:
-        residual = tl.load(RESIDUAL + outputs, inside, 0.0).to(tl.float32)
-        rounded = (residual + rounded.to(tl.float32)).to(rounded.dtype)
-    tl.store(OUT + outputs, rounded, inside)
+    tl.store(
+        OUT + n[:, None] * F + f[None, :], total.to(OUT.dtype.element_ty), (n < N)[:, None] & (f < F)[None, :]
+    )
 
 
 @triton.jit
@@ -193,12 +174,10 @@ def _add_norm(  # type: ignore[no-untyped-def]
     weight = tl.load(WEIGHT + k, k < K, 0.0).to(tl.float32)
     if PDL:
         gdc_wait()
-    x = tl.load(X + offsets, k < K, 0.0).to(tl.float32)
-    if DELTA is not None:
-        x += tl.load(DELTA + offsets, k < K, 0.0).to(tl.float32)
-        rounded = x.to(SUM.dtype.element_ty)
-        tl.store(SUM + offsets, rounded, k < K)
-        x = rounded.to(tl.float32)
+    x = tl.load(X + offsets, k < K, 0.0).to(tl.float32) + tl.load(DELTA + offsets, k < K, 0.0).to(tl.float32)
+    rounded = x.to(SUM.dtype.element_ty)
+    tl.store(SUM + offsets, rounded, k < K)
+    x = rounded.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
     tl.store(NORMED + offsets, (x * rstd * weight).to(NORMED.dtype.element_ty), k < K)
 
@@ -215,14 +194,9 @@ def launch(
     bias_F: Tensor | None = None,
     activation: str | None = None,
     gated: bool = False,
-    residual_NF: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return x, or its sum with norm.delta, and the output plus the residual.
-
-    See `few_tokens.linear` and `add_norm_linear`; norm may be None.
-    """
+    """Return x, or its sum with norm.delta, and the output. See `few_tokens.add_norm_linear`; norm may be None."""
     x_NK = x_NK.contiguous()
-    residual_NF = None if residual_NF is None else residual_NF.contiguous()
     N, K = x_NK.shape
     F = len(weight_FK) // (2 if gated else 1)
     out_NF = torch.empty(N, F, dtype=x_NK.dtype, device=x_NK.device)
@@ -234,14 +208,13 @@ def launch(
         sum_NK = x_NK if delta_NK is None else torch.empty_like(x_NK)
         _one_token[grid](
             x_NK, None if delta_NK is None else delta_NK.contiguous(), sum_NK, norm_weight_K, weight_FK, bias_F,
-            residual_NF, out_NF, eps, F, K, tile.outputs, min(tile.channels, next_power_of_2(K)), kind, gated,
+            out_NF, eps, F, K, tile.outputs, min(tile.channels, next_power_of_2(K)), kind, gated,
             num_warps=tile.warps, **launch_options(x_NK.device, grid[0]),
         )  # fmt: skip
         return sum_NK, out_NF
-    input_NK = x_NK
-    if norm is not None and (norm.delta_NK is not None or x_NK.dtype == torch.float16):
-        x_NK, input_NK = add_norm(x_NK, norm)
-        norm = None
+    normed_NK = x_NK
+    if norm is not None:
+        x_NK, normed_NK = add_norm(x_NK, norm)
     rows = padded(N)
     tile = TILES[rows, gated]
     # Products in full float32 run outside of the tensor cores, and their operands have twice the bytes.
@@ -250,8 +223,7 @@ def launch(
     lines = next_power_of_2(triton.cdiv(K * x_NK.element_size(), 128))
     grid = (triton.cdiv(F, tile.outputs),)
     _few_tokens[grid](
-        input_NK, None if norm is None else norm.weight_K, weight_FK, bias_F, residual_NF, out_NF, N,
-        0.0 if norm is None else norm.eps, F, K, rows, tile.outputs, channels, lines, kind, gated, precision,
+        normed_NK, weight_FK, bias_F, out_NF, N, F, K, rows, tile.outputs, channels, lines, kind, gated, precision,
         num_warps=tile.warps, num_stages=tile.stages, **launch_options(x_NK.device, grid[0]),
     )  # fmt: skip
     return x_NK, out_NF
@@ -260,11 +232,10 @@ def launch(
 def add_norm(x_NK: Tensor, norm: AddNorm) -> tuple[Tensor, Tensor]:
     """Return x + norm.delta and its norm, (N, K) each."""
     N, K = x_NK.shape
-    normed_NK, block = torch.empty_like(x_NK), next_power_of_2(K)
-    delta_NK = None if norm.delta_NK is None else norm.delta_NK.contiguous()
-    sum_NK = x_NK if delta_NK is None else torch.empty_like(x_NK)
+    sum_NK, normed_NK = torch.empty_like(x_NK), torch.empty_like(x_NK)
+    block = next_power_of_2(K)
     _add_norm[(N,)](
-        x_NK, delta_NK, norm.weight_K, sum_NK, normed_NK, norm.eps, K, block,
+        x_NK, norm.delta_NK.contiguous(), norm.weight_K, sum_NK, normed_NK, norm.eps, K, block,
         num_warps=min(8, max(1, block // 256)), **launch_options(x_NK.device, N),
     )  # fmt: skip
     return sum_NK, normed_NK

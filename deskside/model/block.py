@@ -113,7 +113,7 @@ class Attention(AttentionSublayer):
         return replace(base.for_window(self.window), scale=self.scale, softcap=self.softcap)
 
     def forward_cached(
-        self, residual_BTD: Tensor, delta_BTD: Tensor | None, layer_cache: LayerCache
+        self, residual_BTD: Tensor, delta_BTD: Tensor, layer_cache: LayerCache
     ) -> tuple[Tensor, Tensor]:
         """Like `forward`, but append the tokens' keys and values to the cache and attend to the cache."""
         rotation = layer_cache.rotation_of(self.rope)
@@ -130,7 +130,7 @@ class Attention(AttentionSublayer):
         return context if self.sinks is None else replace(context, sinks_H=self.sinks)
 
     def _project(
-        self, residual_BTD: Tensor, delta_BTD: Tensor | None, rotation: Rotation | None
+        self, residual_BTD: Tensor, delta_BTD: Tensor, rotation: Rotation | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         residual_BTD, (q, k, v) = self.input(residual_BTD, delta_BTD)
         q_norm, k_norm, whole = self.q_norm, self.k_norm, self.qk_norm_over == "projection"
@@ -159,7 +159,7 @@ class MLP(MLPSublayer):
         down = Linear(config.intermediate_size, [("down_proj", config.hidden_size)], config.mlp_bias)
         self.output = GatedLinear(config.hidden_act, down)
 
-    def forward(self, residual_BTD: Tensor, delta_BTD: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """(residual, delta) -> (residual, delta)."""
         if self.forward_override is not None:
             residual_BTD, output_BTD = self.forward_override(residual_BTD, delta_BTD)
@@ -167,10 +167,7 @@ class MLP(MLPSublayer):
             residual_BTD, inputs = self.input(residual_BTD, None if self.parallel else delta_BTD)
             output_BTD = self.output(*inputs)
         output_BTD = self.normed(output_BTD)
-        if not self.parallel:
-            return residual_BTD, output_BTD
-        assert delta_BTD is not None  # that of attention, which this half does not read
-        return residual_BTD, delta_BTD + output_BTD
+        return residual_BTD, delta_BTD + output_BTD if self.parallel else output_BTD
 
 
 class MoE(MoESublayer):
@@ -197,7 +194,7 @@ class MoE(MoESublayer):
             shared_expert=_shared_expert(config),
         )
 
-    def forward(self, residual_BTD: Tensor, delta_BTD: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(residual, delta) -> (residual, delta, router statistics)."""
         if self.forward_override is not None:
             residual_BTD, output_BTD, statistics_R = self.forward_override(residual_BTD, delta_BTD)
@@ -238,17 +235,14 @@ class CachedBlocks:
     """The forward of blocks and final norm with a cache. The inference engine has a subclass with fused kernels."""
 
     def block(
-        self, block: Block, residual_BTD: Tensor, delta_BTD: Tensor | None, layer_cache: LayerCache
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return (residual, delta) of the appended tokens after this block.
-
-        delta_BTD: None if it has been added to the residual. Only fused kernels return None.
-        """
+        self, block: Block, residual_BTD: Tensor, delta_BTD: Tensor, layer_cache: LayerCache
+    ) -> tuple[Tensor, Tensor]:
+        """Return (residual, delta) of the appended tokens after this block."""
         pair = block.attn.forward_cached(residual_BTD, delta_BTD, layer_cache)
         residual_BTD, delta_BTD, *_ = block.mlp(*pair)
         return residual_BTD, delta_BTD
 
-    def final(self, operator: AddNormLinear, residual_BTD: Tensor, delta_BTD: Tensor | None) -> Tensor:
+    def final(self, operator: AddNormLinear, residual_BTD: Tensor, delta_BTD: Tensor) -> Tensor:
         """Return the hidden states after the final norm."""
         return operator.add_norm(residual_BTD, delta_BTD)[1]
 

@@ -240,8 +240,7 @@ class Transformer(nn.Module):
         x_BTD = self._embed(tokens_BT, slots.position_BT)
         contexts = self._contexts(_prefill_context(x_BTD, self.config), B, T, x_BTD) if cache.fresh else {}
         # See `_split_embedding`. Kernels of the blocks rely on this one having no early start (dependent_launch.py).
-        residual_BTD = x_BTD * 0.5
-        delta_BTD: Tensor | None = residual_BTD
+        residual_BTD = delta_BTD = x_BTD * 0.5
         rotation_of = functools.cache(lambda rope: self._rotation(rope, T, slots.position_BT))
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Block)

@@ -1,29 +1,9 @@
 """The kernels of a decoding step's layers and end in Triton's interpreter, compared with float64 and torch."""
 
 import torch
-from torch import Tensor
 
 from deskside.kernels import decode_step, decode_step_triton, few_tokens, few_tokens_triton
 from deskside.kernels.few_tokens import AddNorm
-
-
-def _in_float64(
-    x: Tensor,
-    norm: AddNorm | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    gated: bool,
-    residual: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    x, weight = x.double(), weight.double()
-    bias = None if bias is None else bias.double()
-    if norm is None:
-        wide = None if residual is None else residual.double()
-        return x, few_tokens.linear(x, weight, bias, activation, gated, wide)
-    delta = None if norm.delta_NK is None else norm.delta_NK.double()
-    wide_norm = AddNorm(delta, norm.weight_K.double(), norm.eps)
-    return few_tokens.add_norm_linear(x, wide_norm, weight, bias, activation, gated)
 
 
 def products() -> dict[str, float]:
@@ -39,16 +19,19 @@ def products() -> dict[str, float]:
         (64, 96, 1),
     ):
         for activation, gated in ((None, False), ("silu", True), ("gelu_new", False)):
-            for before in ("", "norm", "add and norm"):
+            for norm in (False, True):
                 x, weight = torch.randn(N, K), torch.randn(F * (2 if gated else 1), K) / K**0.5
-                bias, residual = (
-                    (None, torch.randn(N, F)) if before == "" else (torch.randn(len(weight)), None)
-                )
-                delta = torch.randn(N, K) if before == "add and norm" else None
-                norm = AddNorm(delta, torch.rand(K) + 0.5, 1e-6) if before else None
-                ours = few_tokens_triton.launch(x, norm, weight, bias, activation, gated, residual)
-                truth = _in_float64(x, norm, weight, bias, activation, gated, residual)
-                found[f"{N} x {K} x {F}, {activation}, {before}"] = max(
+                bias = torch.randn(len(weight)) if norm else None
+                add_norm = AddNorm(torch.randn(N, K), torch.rand(K) + 0.5, 1e-6) if norm else None
+                ours = few_tokens_triton.launch(x, add_norm, weight, bias, activation, gated)
+                wide_bias = None if bias is None else bias.double()
+                function = (weight.double(), wide_bias, activation, gated)
+                if add_norm is None:
+                    truth = x.double(), few_tokens.linear(x.double(), *function)
+                else:
+                    wide = AddNorm(add_norm.delta_NK.double(), add_norm.weight_K.double(), 1e-6)
+                    truth = few_tokens.add_norm_linear(x.double(), wide, *function)
+                found[f"{N} x {K} x {F}, {activation}, norm {norm}"] = max(
                     float((a - b).norm() / b.norm()) for a, b in zip(ours, truth, strict=True)
                 )
     return found

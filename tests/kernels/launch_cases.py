@@ -444,25 +444,19 @@ def _few_tokens() -> Iterator[CompileCase]:
         (64, 100, 60, torch.float32),
     ):
         x, gate_up = _new(N, K, dtype=dtype), _new(2 * F, K, dtype=dtype)
-        add_norm = AddNorm(_new(N, K, dtype=dtype), _float(K), 1e-6)
-        norm, residual = AddNorm(None, _float(K), 1e-6), _new(N, F, dtype=dtype)
+        norm = AddNorm(_new(N, K, dtype=dtype), _float(K), 1e-6)
         how = f"{N} tokens, {K} to {F}, {str(dtype).removeprefix('torch.')}"
         launch = few_tokens_triton.launch
         for name, arguments in (
             (f"gated product of {how}", (x, norm, gate_up, _new(2 * F, dtype=dtype), "silu", True)),
-            (f"added product of {how}", (x, None, gate_up[:F], None, None, False, residual)),
-            (f"product after add_norm of {how}", (x, add_norm, gate_up[:F])),
+            (f"product of {how}", (x, norm if N == 1 else None, gate_up[:F])),
         ):
-            own_norm = (
-                N > 1 and arguments[1] is not None and (arguments[1] is add_norm or dtype is torch.float16)
-            )
-            number = 1 if own_norm else 0
+            number = 1 if N > 1 and arguments[1] is not None else 0  # after the norm
             yield recorded(name, CAPABILITIES, launch, *arguments, number=number)
             yield _started_early(name, launch, *arguments, number=number)
         if N > 1:
-            for name, before in (("norm", norm), ("add_norm", add_norm)):
-                yield recorded(f"{name} of {how}", CAPABILITIES, few_tokens_triton.add_norm, x, before)
-                yield _started_early(f"{name} of {how}", few_tokens_triton.add_norm, x, before)
+            yield recorded(f"add_norm of {how}", CAPABILITIES, few_tokens_triton.add_norm, x, norm)
+            yield _started_early(f"add_norm of {how}", few_tokens_triton.add_norm, x, norm)
     logits, state, row = _new(16, 151936), _new(65, 3, dtype=torch.int64), _new(16, dtype=torch.int64)
     for number, name in enumerate(("largest logit", "first of the largest logits")):
         yield recorded(name, CAPABILITIES, decode_step_triton.greedy_tokens, logits, number=number)

@@ -13,7 +13,7 @@ from tests.kernels.interpreter import interpreted
 def test_products_equal_float64() -> None:
     pytest.importorskip("triton")
     found: dict[str, float] = interpreted("few_tokens_interpreted", "products")
-    assert len(found) == 63
+    assert len(found) == 42
     assert all(error < 1e-6 for error in found.values()), found
 
 
@@ -39,14 +39,6 @@ def test_the_torch_form_is_sum_norm_product_activation(activation: str | None, g
     torch.testing.assert_close(out, expected)
     normed = (x + delta) / rms * g
     torch.testing.assert_close(few_tokens.linear(normed, weight, bias, activation, gated), expected)
-    residual = torch.randn_like(expected)
-    added = few_tokens.linear(normed, weight, bias, activation, gated, residual)
-    torch.testing.assert_close(added, residual + expected)
-    same, without_delta = few_tokens.add_norm_linear(
-        x + delta, AddNorm(None, g, 1e-6), weight, bias, activation, gated
-    )
-    torch.testing.assert_close(same, x + delta)
-    torch.testing.assert_close(without_delta, expected)
 
 
 def test_logits_that_are_not_finite_have_no_token() -> None:
