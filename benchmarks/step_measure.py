@@ -73,6 +73,7 @@ def measure(spec: dict[str, Any]) -> dict[str, Any]:
         "attention": prepared.attention,
         "compile": prepared.mode,
         "cuda_graph": config.compute.cuda_graph,
+        "matmul": config.compute.matmul,
         "native": prepared.native,
         "native_formats": sorted(prepared.native_formats),
         "data": spec.get("data") or "zipf",

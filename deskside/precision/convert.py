@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from deskside.config.dimensions import NATIVE_FP4_UNIT, UNIT, uncovered_reason
 from deskside.config.recipes import Recipe, expert_recipe, recipe_named
 from deskside.config.sections import PrecisionConfig
+from deskside.kernels.choose_matmul import MatmulChoice, MatmulShape
 from deskside.kernels.nvfp4.operand import required_multiple
 from deskside.ops.composite import AddNormLinear, AttentionSublayer, MLPSublayer, RMSNorm, Sublayer
 from deskside.ops.linear import Embedding, HeadLoss, Linear
@@ -116,6 +117,45 @@ class QuantizedModel:
             if isinstance(bf16_plan, FusedMLP):
                 self._sublayers[index] = (sublayer, plan, replace(bf16_plan, chunk_tokens=tokens))
         self._set_overrides()
+
+    def matmul_shape(self, tokens: int) -> MatmulShape | None:
+        """Return the unquantized products of the fused sublayers that can have tiles; None if there are none.
+
+        Only float32 weights are converted for the products, which interleaves those of gate and up for nothing.
+        """
+        plans = [plan for sublayer, _, plan in self._sublayers if self._can_have_tiles(sublayer, plan)]
+        weights, gated = set(), set()
+        for plan in plans:
+            assert isinstance(plan, FusedSublayer)
+            weights |= {_shape(plan.first.linear), _shape(plan.second.linear)}
+            if isinstance(plan, FusedMLP) and plan.can_fuse_gate:
+                gated.add(_shape(plan.second.linear))
+        if self.recipe.name != "bf16" or not plans or len(gated) > 1:
+            return None
+        return MatmulShape(tokens, tuple(sorted(weights)), gated.pop() if gated else None)
+
+    def use_matmul(self, choice: MatmulChoice) -> None:
+        """Compute the unquantized products of the fused sublayers with the tiles of a choice for `matmul_shape`."""
+        for index, (sublayer, plan, bf16_plan) in enumerate(self._sublayers):
+            if not self._can_have_tiles(sublayer, bf16_plan):
+                continue
+            assert isinstance(bf16_plan, FusedSublayer)
+            for linear in (bf16_plan.first, bf16_plan.second):
+                shape = _shape(linear.linear)
+                linear.tiles = {
+                    kind: tile for (kind, *size), tile in choice.plain.items() if tuple(size) == shape
+                }
+            if isinstance(bf16_plan, FusedMLP) and bf16_plan.can_fuse_gate and choice.gated is not None:
+                bf16_plan.first.interleave()
+                self._sublayers[index] = (sublayer, plan, replace(bf16_plan, gate_tiles=choice.gated))
+        self._set_overrides()
+
+    def _can_have_tiles(self, sublayer: Sublayer, bf16_plan: Fused) -> bool:
+        used = self.fused and not self.recipe.quantized  # otherwise only evaluations compute these
+        weights = [m.weight for m in sublayer.modules() if isinstance(m, Linear)]
+        return (
+            used and isinstance(bf16_plan, FusedSublayer) and all(w.dtype == torch.float32 for w in weights)
+        )
 
     def is_fused(self, module: nn.Module) -> bool:
         """Return True if `module` is a sublayer that runs fused, at least in some steps."""

@@ -33,6 +33,7 @@ from deskside.kernels.attention.manual_backward import (
 from deskside.kernels.cross_entropy import add_matmul
 from deskside.kernels.functional import at_least_float32
 from deskside.kernels.fused import Fp8, QkvLayout
+from deskside.kernels.quack_matmul import MatmulTile, gated_matmul, gated_matmul_gradient
 from deskside.ops.composite import AttentionSublayer, MLPSublayer, RMSNorm
 from deskside.precision.quantized_linear import QuantizedLinear
 from deskside.precision.quantized_operand import QuantizedOperand
@@ -101,20 +102,49 @@ class FusedMLP(FusedSublayer):
 
     chunk_tokens: compute this number of tokens at a time, in forward and backward; None is all of them. For products in
     16 bits or more, with `recompute`.
+    gate_tiles: of the products with the gate in their epilogues (`kernels/quack_matmul.py`), forward and backward, for
+        which the first layer is interleaved; None is a separate kernel for the gate.
     """
 
     sublayer: MLPSublayer
     chunk_tokens: int | None = None
+    gate_tiles: tuple[MatmulTile, MatmulTile] | None = None
 
     @cached_property
     def gated(self) -> bool:
         return len(self.first.linear.slices) == 2
+
+    @property
+    def can_fuse_gate(self) -> bool:
+        """True if `gate_tiles` can be set."""
+        return self.gated and self.sublayer.output.activation == "silu" and self.chunk_tokens is None
 
     def __call__(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
         weights = (self.norm.weight, self.first.linear.weight, self.second.linear.weight)
         node = _MLP if self.chunk_tokens is None else _ChunkedMLP
         residual_BTD, delta_BTD = node.apply(self, residual_BTD, delta_BTD, *weights)
         return residual_BTD, delta_BTD
+
+    def inner_and_hidden(self, rows: QuantizedOperand, dtype: torch.dtype) -> tuple[Tensor, Tensor | Fp8]:
+        """Return the output of the first layer, and the activation of it as the second layer reads it."""
+        if self.gate_tiles is not None:
+            return gated_matmul(rows.values, self.first.weight(dtype)[0].values, self.gate_tiles[0])
+        inner = self.first.output(rows, dtype)
+        return inner, fused.gated(inner, self.sublayer.output.activation, self.gated, self.second.x.cast)
+
+    def inner_gradient(
+        self, grad_delta_BTD: Tensor, state: "_MLPState"
+    ) -> tuple[Tensor | Fp8, Tensor | None]:
+        """Return the gradients of the first layer's output and of the second layer's weight."""
+        if self.gate_tiles is None:
+            grad_hidden, grad_second = self.second_backward(grad_delta_BTD, state.hidden)
+            activation, cast = self.sublayer.output.activation, self.first.g.cast
+            return fused.gated_backward(grad_hidden, state.inner, activation, self.gated, cast), grad_second
+        rows, saved = self.second.g.quantize_rows(flatten_tokens(grad_delta_BTD))
+        weight = self.second.weight(grad_delta_BTD.dtype)[1].values
+        grad_inner = gated_matmul_gradient(rows.values, weight, state.inner, self.gate_tiles[1])
+        columns = self.second.g.quantize_columns(saved), self.second.x.quantize_columns(state.hidden)
+        return grad_inner, self.second.weight_gradient(*columns)
 
 
 class FusedAttention(FusedSublayer):
@@ -167,9 +197,8 @@ def _mlp(plan: FusedMLP, normed: Tensor | Fp8, dtype: torch.dtype) -> tuple[Quan
     A recomputation in the backward needs no more than this.
     """
     rows, saved_normed = plan.first.x.quantize_rows(normed)
-    inner = plan.first.output(rows, dtype)
+    inner, hidden = plan.inner_and_hidden(rows, dtype)
     del rows, normed
-    hidden = fused.gated(inner, plan.sublayer.output.activation, plan.gated, plan.second.x.cast)
     rows, saved_hidden = plan.second.x.quantize_rows(hidden)
     return rows, _MLPState(inner, saved_normed, saved_hidden)
 
@@ -198,10 +227,7 @@ class _MLP(torch.autograd.Function):
         if state is None:
             state = _mlp(plan, plan.add_norm(saved[0], None)[1], saved[0].dtype)[1]
         assert grad_delta is not None
-        grad_hidden, grad_second = plan.second_backward(grad_delta, state.hidden)
-        activation, cast = plan.sublayer.output.activation, plan.first.g.cast
-        grad_inner = fused.gated_backward(grad_hidden, state.inner, activation, plan.gated, cast)
-        del grad_hidden
+        grad_inner, grad_second = plan.inner_gradient(grad_delta, state)
         grad, grad_norm, grad_first = plan.first_backward(grad_inner, state.normed, saved, grad_residual)
         grad = grad.view(ctx.shape)
         return None, grad, grad, grad_norm, grad_first, grad_second

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from deskside.kernels.quack_matmul import MatmulTile, matmul
 from deskside.precision.quantized_operand import QuantizedOperand
 
 Kind = Literal["output", "input_gradient", "weight_gradient"]
@@ -31,12 +32,14 @@ def product(
     dtype: torch.dtype,
     native: bool,
     mxfp8: bool = False,
+    tile: MatmulTile | None = None,
 ) -> Tensor:
     """Multiply two operands and return the result in `dtype`.
 
     output: (N, K) x (M, K) -> (N, M). input_gradient: (N, M) x (M, K) -> (N, K). weight_gradient: (N, M) x (N, K)
     -> (M, K). An operand that is stored transposed has the summed dimension last instead.
     native: compute FP8 on tensor cores. mxfp8: run native FP8 products as MXFP8 with unit scales where possible.
+    tile: compute an unquantized product of one dtype by quack-kernels; None is torch.
     """
     if left.packed is not None:
         from deskside.kernels.nvfp4.native import nvfp4_matmul
@@ -56,7 +59,8 @@ def product(
     layout = "nt" if right.transposed else LAYOUTS[kind]
     if left.scale is not None and right.scale is not None:
         return _scaled_bf16_product(a, b, layout, left.scale, right.scale, dtype)
-    return _matmul(*_transpose(a, b, layout), dtype)
+    a, b = _transpose(a, b, layout)
+    return matmul(a, b, tile) if tile is not None and a.dtype == dtype else _matmul(a, b, dtype)
 
 
 def _native(kind: Kind, left: QuantizedOperand, right: QuantizedOperand, dtype: torch.dtype) -> Tensor:

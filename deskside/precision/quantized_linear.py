@@ -20,6 +20,7 @@ from torch import Tensor
 from deskside.config.recipes import Operand, Recipe
 from deskside.kernels import fused
 from deskside.kernels.fused import Cast, Fp8
+from deskside.kernels.quack_matmul import MatmulTile, deinterleave, interleave
 from deskside.ops.linear import Linear
 from deskside.precision.formats import DTYPE
 from deskside.precision.hardware_caps import NONE, HardwareCaps
@@ -139,6 +140,12 @@ class ConvertedWeight:
         self._quantizer, self._shared = quantizer, shared
         self.cached: tuple[object, QuantizedOperand, QuantizedOperand] | None = None
         self._source: tuple[Tensor, torch.dtype | None] | None = None  # parameter and dtype of the last `get`
+        self._interleaved = False
+
+    def interleave(self) -> None:
+        """Interleave the rows of gate and up in both forms from now on (`kernels/quack_matmul.py`)."""
+        self._interleaved = True
+        self.clear()
 
     def get(
         self, weight: Tensor, dtype: torch.dtype | None = None
@@ -153,8 +160,8 @@ class ConvertedWeight:
             return self.cached[1], self.cached[2]
         self._shared.misses += 1
         self._source = weight, dtype
-        weight = weight.detach()
-        rows, saved = self._quantizer.quantize_rows(weight if dtype is None else weight.to(dtype))
+        weight = weight.detach() if dtype is None else weight.detach().to(dtype)
+        rows, saved = self._quantizer.quantize_rows(interleave(weight) if self._interleaved else weight)
         columns = self._quantizer.quantize_columns(saved)
         if self._shared.cache:
             self.cached = (key, rows, columns)
@@ -191,6 +198,9 @@ class QuantizedLinear:
     """The plan of a `Linear` in a recipe: quantizers of its input (x), weight (w) and gradient (g), and its products.
 
     number: distinguishes the products of this layer from those of other layers.
+    tiles: of the unquantized products that are not computed by torch.
+    interleaved: the rows of gate and up are interleaved in the weight that is multiplied, so the output and its
+        gradient have them in turn too (`interleave`).
     """
 
     def __init__(self, linear: Linear, recipe: Recipe, shared: Shared, number: int):
@@ -205,14 +215,21 @@ class QuantizedLinear:
         )
         self.plain = recipe.output.right.format in UNQUANTIZED
         self.converted = ConvertedWeight(self.w, shared)
+        self.tiles: dict[str, MatmulTile] = {}  # by kind of product
+        self.interleaved = False
+
+    def interleave(self) -> None:
+        """Interleave the rows of gate and up in the weight that is multiplied, from now on."""
+        self.interleaved = True
+        self.converted.interleave()
 
     def output(self, x: QuantizedOperand, dtype: torch.dtype) -> Tensor:
         """Return the output (N, M) in `dtype`. x: the rows form of the input (N, K)."""
-        return self._product("output", x, self._weight(dtype)[0], dtype)
+        return self._product("output", x, self.weight(dtype)[0], dtype)
 
     def input_gradient(self, g: QuantizedOperand, dtype: torch.dtype) -> Tensor:
         """Return the gradient of the input (N, K) in `dtype`. g: the rows form of the gradient (N, M)."""
-        return self._product("input_gradient", g, self._weight(dtype)[1], dtype)
+        return self._product("input_gradient", g, self.weight(dtype)[1], dtype)
 
     def weight_gradient(self, g: QuantizedOperand, x: QuantizedOperand) -> Tensor | None:
         """Return the gradient (M, K) in the weight's dtype, or None if the product has added it to `weight.grad`.
@@ -220,6 +237,8 @@ class QuantizedLinear:
         g, x: the columns forms of the gradient (N, M) and the input (N, K).
         """
         weight = self.linear.weight
+        if self.interleaved:
+            return deinterleave(self._product("weight_gradient", g, x, weight.dtype))
         if self.shared.accumulate_inside and weight.grad is not None and g.scale is None and g.values.is_cuda:
             total = weight.grad
             torch.addmm(total, g.values.T, x.values, out_dtype=total.dtype, out=total)
@@ -229,7 +248,9 @@ class QuantizedLinear:
     def _product(
         self, kind: Kind, left: QuantizedOperand, right: QuantizedOperand, dtype: torch.dtype
     ) -> Tensor:
-        return product(kind, left, right, dtype, self.shared.native, self.shared.caps.mxfp8)
+        tile = self.tiles.get(kind)
+        return product(kind, left, right, dtype, self.shared.native, self.shared.caps.mxfp8, tile)
 
-    def _weight(self, dtype: torch.dtype) -> tuple[QuantizedOperand, QuantizedOperand]:
+    def weight(self, dtype: torch.dtype) -> tuple[QuantizedOperand, QuantizedOperand]:
+        """Return the rows form and the columns form of the weight, for products in `dtype`."""
         return self.converted.get(self.linear.weight, dtype if self.plain else None)

@@ -24,6 +24,7 @@ from deskside.config.gpu_batch import rows_each
 from deskside.config.run import RunConfig
 from deskside.config.step_options import adapter_spec
 from deskside.data.reading.loader import Batch
+from deskside.kernels.choose_matmul import summary
 from deskside.kernels.matmul_peak import measure_matmul_peak
 from deskside.optim.build import build
 from deskside.probe.grid import COUNTED_STEPS, WARMUP_STEPS
@@ -33,6 +34,7 @@ from deskside.train.objective import RowDataset, TrainContext
 from deskside.train.prepare import attention_backends, setup
 from deskside.train.prepare.batch_size_finder import BatchSizeFinder, MicroBatch, StageWork
 from deskside.train.prepare.fused_tiles import choose_and_use_tiles
+from deskside.train.prepare.matmul_backend import choose_and_use_matmul
 from deskside.train.prepare.step_planning import modelled_memory_gib, native_formats
 from deskside.utils.trials import TrialCache
 
@@ -162,6 +164,10 @@ def prepare_step(
     rows = RandomRows(config.batch.sequence_length, config.model.vocab_size)
     length, tokens = config.batch.sequence_length, config.batch.tokens
     (fit,) = finder.find([StageWork(1.0, length, None, tokens, cast(RowDataset, rows))])
+    pass_tokens = fit.micro_rows * length
+    run = attention_backends.run_tokens(config, world, peak)
+    if facts := choose_and_use_matmul(config, execution.precision, world, pass_tokens, run, cache):
+        notes.append(f"quack-kernels computes {summary(facts)}")
     report("compiled and fitted")
     mode = execution.mode
     return PreparedStep(config, recipe, stepper, fit, measurements, native, formats, mode, peak, notes)

@@ -12,6 +12,7 @@ import deskside
 from deskside.budget.scaling import decay_for_epochs, scales
 from deskside.config.gpu_batch import describe_batch
 from deskside.config.run import RunConfig
+from deskside.kernels.choose_matmul import summary
 from deskside.kernels.compile_ahead import count_compilations
 from deskside.kernels.matmul_peak import measure_matmul_peak
 from deskside.model.transformer import Transformer
@@ -39,6 +40,7 @@ from deskside.train.prepare.attention_backends import (
 from deskside.train.prepare.batch_size_finder import BatchSizeFinder
 from deskside.train.prepare.fused_tiles import choose_and_use_tiles
 from deskside.train.prepare.graph_choice import choose_graphs
+from deskside.train.prepare.matmul_backend import choose_and_use_matmul
 from deskside.train.prepare.preflight import TimeBudget
 from deskside.train.prepare.startup import Startup
 from deskside.train.prepare.step_planning import (
@@ -96,6 +98,7 @@ class RunExecution:
         self.log = RunLog(run, world.is_rank_zero)
         self.recorded: dict[str, Any] = {}  # plan.json of a resumed run
         self.tiles: dict[str, Any] = {}
+        self.matmul: dict[str, Any] = {}
         self.watch = OverfittingWatch()
         if resumed and (run.path / "plan.json").exists():
             self.recorded = recorded_plan(run)
@@ -113,6 +116,7 @@ class RunExecution:
         self.set_up()
         finder = BatchSizeFinder(self.config, self.stepper, self.modelled_memory, self.log.say, self.budget)
         self.micro_batches = finder.find(self.stages, self.recorded.get("fit"))
+        self.choose_matmul()
         choose_graphs(finder, self.stages, "cuda_graph" in self.recorded if self.recorded else None)
         self.config = config_with_graphs(self.config, self.stepper.graphed is not None)
         self.startup.done("compile and fit")
@@ -120,6 +124,7 @@ class RunExecution:
         self.startup.done("evaluation")
         plan = self.plan_steps(self.stages)
         self.facts |= {"tiles": self.tiles} if self.tiles else {}
+        self.facts |= {"matmul": self.matmul} if self.matmul else {}
         self.stepper.optimizer = self.build_optimizer(self.facts["scaling_tokens"], mean_tokens(self.stages))
         with Checkpointer(self.context, self.stepper.optimizer, self.clock, self.log) as checkpointer:
             return self.run_plan(plan, checkpointer)
@@ -296,6 +301,17 @@ class RunExecution:
         self.evaluator.rehearse(tokens, self.clock.seconds)
         self.evaluator.during_tokens = self.recorded.get("evaluate_tokens", self.evaluator.during_tokens)
         self.before = self.evaluator.before(self.recorded)
+
+    def choose_matmul(self) -> None:
+        """Choose the kernels of the products of a pass of the last stage."""
+        config, world, last = self.config, self.world, self.stages[-1]
+        tokens = run_tokens(config, world, self.meter.peak_flops)
+        pass_tokens = last.micro_rows * last.sequence_length
+        self.matmul = choose_and_use_matmul(
+            config, self.context.precision, world, pass_tokens, tokens, TrialCache(), self.recorded
+        )
+        if self.matmul:
+            self.log.say(f"quack-kernels computes {summary(self.matmul)}")
 
     # Plan
 

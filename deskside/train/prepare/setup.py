@@ -38,6 +38,7 @@ from deskside.train.parallel import World
 from deskside.train.prepare.batch_size_finder import StageWork
 from deskside.train.prepare.graph_support import check_execution
 from deskside.train.prepare.kept_checks import check_block_once, kept_check
+from deskside.train.prepare.matmul_backend import check_matmul
 from deskside.train.state.init_weights import InitialWeights
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.trials import NO_CACHE, TrialCache
@@ -301,6 +302,7 @@ def prepare_execution(
         seed=config.seed + world.rank,
         caps=HardwareCaps(**facts["units"]) if "units" in facts else None,
     )
+    check_matmul(config, precision, world)
     checkpointed = config.compute.activation_checkpointing
     if backend == "transformer-engine":
         _mark_forward_passes(model, precision)

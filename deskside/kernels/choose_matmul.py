@@ -1,0 +1,233 @@
+"""Choose between cuBLAS and quack-kernels for the BF16 products of a model, by a trial on this GPU at their shapes.
+
+A kernel of the package is used where it gives the numbers of cuBLAS up to rounding, and is faster. Both products of a
+gated MLP are chosen together, because they share the layout of the weight.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, astuple, dataclass
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from deskside.kernels import fused
+from deskside.kernels.fused.choose_tiles import seconds
+from deskside.kernels.quack_matmul import (
+    MatmulTile,
+    deinterleave,
+    gated_matmul,
+    gated_matmul_gradient,
+    interleave,
+    matmul,
+    tiles_of,
+)
+from deskside.utils.trials import TrialCache
+
+KIND = "matmul"
+TIE_MARGIN = 0.02  # relative difference in time that counts as a tie; cuBLAS is kept then
+TOLERANCE = 5e-3  # relative error of a result; rounding to BF16 twice in place of once causes 2e-3
+SAVING = 0.05  # largest share of a product's time that the trial is expected to save
+COMPILE_SECONDS = 15.0  # of all kernels, with the import of the package
+
+
+@dataclass(frozen=True)
+class MatmulShape:
+    """The products of a block: tokens of a pass, and the weights (outputs, inputs) of its linear layers.
+
+    gated: the weight of the second layer of an MLP with a SiLU gate; None if there is none.
+    """
+
+    tokens: int
+    weights: tuple[tuple[int, int], ...]
+    gated: tuple[int, int] | None
+
+
+@dataclass(frozen=True)
+class MatmulChoice:
+    """The tiles that are used, by (kind of product, outputs, inputs), and those of the gated MLP's two products."""
+
+    plain: Mapping[tuple[str, int, int], MatmulTile]
+    gated: tuple[MatmulTile, MatmulTile] | None
+
+    @classmethod
+    def of(cls, facts: Mapping[str, Any]) -> "MatmulChoice":
+        """Return the choice that the entries of plan.json name."""
+        plain = {}
+        for product in facts["plain"]:
+            if product["tile"] is not None:
+                key = product["kind"], product["outputs"], product["inputs"]
+                plain[key] = MatmulTile(*product["tile"])
+        gated = facts["gated"]
+        used = gated is not None and gated["tiles"] is not None
+        return cls(plain, (MatmulTile(*gated["tiles"][0]), MatmulTile(*gated["tiles"][1])) if used else None)
+
+
+def choose_matmul(
+    shape: MatmulShape, device: torch.device, passes: float, cache: TrialCache
+) -> dict[str, Any] | None:
+    """Return the results of the trial for plan.json (see `MatmulChoice.of`); None if there was no trial.
+
+    There is none without the package, in a run that is too short for it to pay, and if the memory is too small.
+
+    passes: of one block in the run.
+    """
+    tiles = tiles_of(device)
+    if not tiles:
+        return None
+    spec = {**asdict(shape), "candidates": [*map(repr, tiles)]}
+    kept = cache.find(KIND, spec)
+    if kept is not None:
+        return {**kept.result["facts"], "trial": "cached"}
+    began = time.perf_counter()
+    try:
+        trial = _Trial(shape, device, tiles)
+        if passes * trial.seconds_of_cublas() * SAVING < COMPILE_SECONDS:
+            return None
+        facts = {"plain": trial.choose_plain(), "gated": trial.choose_gated()}
+    except torch.OutOfMemoryError:  # beside a model that nearly fills the card
+        return None
+    cache.keep(KIND, spec, {"name": summary(facts), "facts": facts}, time.perf_counter() - began)
+    return {**facts, "trial": "measured"}
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """A product without the package, and with a tile of it.
+
+    alternating: with a tile, the first result has gate and up in turn, otherwise in two halves.
+    """
+
+    cublas: Callable[[], tuple[Tensor, ...]]
+    tiled: Callable[[MatmulTile], tuple[Tensor, ...]]
+    alternating: bool = False
+
+    def in_order(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the results with a tile in the order of those without the package."""
+        return (deinterleave(results[0].T).T, *results[1:]) if self.alternating else results
+
+
+_Key = tuple[str, int, int]  # kind of product, outputs and inputs of the layer
+
+
+class _Trial:
+    def __init__(self, shape: MatmulShape, device: torch.device, tiles: tuple[MatmulTile, ...]):
+        self.device, self.tiles = device, tiles
+        self._tokens = shape.tokens
+        self._generator = torch.Generator(device).manual_seed(0)
+        self.plain = dict(item for weight in shape.weights for item in self._plain_problems(*weight))
+        self.gated = [] if shape.gated is None else self._gated_problems(*shape.gated)
+
+    def seconds_of_cublas(self) -> float:
+        """Return the seconds of all products without the package."""
+        return sum(seconds(problem.cublas, self.device) for problem in [*self.plain.values(), *self.gated])
+
+    def choose_plain(self) -> list[dict[str, Any]]:
+        """Return a result for each plain product."""
+        results = []
+        for (kind, outputs, inputs), problem in self.plain.items():
+            times = self._times(problem)
+            best = min(times, key=times.__getitem__)
+            if times[best] > (1 - TIE_MARGIN) * times[None]:
+                best = None
+            results.append(
+                {
+                    "kind": kind,
+                    "outputs": outputs,
+                    "inputs": inputs,
+                    "tile": None if best is None else list(astuple(best)),
+                    "microseconds": _microseconds(times),
+                }
+            )
+        return results
+
+    def choose_gated(self) -> dict[str, Any] | None:
+        """Return the result for the two products of a gated MLP, which are used if both together are faster."""
+        if not self.gated:
+            return None
+        times = [self._times(problem) for problem in self.gated]
+        tiled = [{tile: value for tile, value in t.items() if tile is not None} for t in times]
+        chosen = None
+        if all(tiled) and sum(min(t.values()) for t in tiled) < (1 - TIE_MARGIN) * sum(
+            t[None] for t in times
+        ):
+            chosen = [list(astuple(min(t, key=t.__getitem__))) for t in tiled]
+        return {"tiles": chosen, "microseconds": [*map(_microseconds, times)]}
+
+    def _times(self, problem: _Problem) -> "_Times":
+        """Return the seconds without the package, under None, and with the tiles that are right."""
+        times: _Times = {None: seconds(problem.cublas, self.device)}
+        expected = problem.cublas()
+        for tile in self.tiles:
+            try:
+                error = max(map(_error, problem.in_order(problem.tiled(tile)), expected))
+            except RuntimeError:  # not for this GPU, or it needs too much memory
+                continue
+            if error <= TOLERANCE:
+                times[tile] = seconds(partial(problem.tiled, tile), self.device)
+        return times
+
+    def _random(self, *size: int, std: float = 1.0) -> Tensor:
+        return torch.randn(*size, generator=self._generator, device=self.device).mul_(std).bfloat16()
+
+    def _plain_problems(self, outputs: int, inputs: int) -> Iterator[tuple[_Key, _Problem]]:
+        weight = self._random(outputs, inputs, std=0.02)
+        for kind, width, right in (("output", inputs, weight.T), ("input_gradient", outputs, weight)):
+            left = self._random(self._tokens, width)
+            yield (
+                (kind, outputs, inputs),
+                _Problem(partial(_matmul_of, left, right), partial(_tiled_matmul, left, right)),
+            )
+
+    def _gated_problems(self, D: int, F: int) -> list[_Problem]:
+        x, grad = self._random(self._tokens, D), self._random(self._tokens, D, std=1e-3)
+        first, second = self._random(2 * F, D, std=1 / math.sqrt(D)), self._random(D, F, std=0.02)
+        inner, alternating = x @ first.T, interleave(first)
+        pairs = interleave(inner.T).T.contiguous()
+
+        def forward() -> tuple[Tensor, ...]:
+            output = x @ first.T
+            return output, cast(Tensor, fused.gated(output, "silu", True))
+
+        def backward() -> tuple[Tensor, ...]:
+            return (cast(Tensor, fused.gated_backward(grad @ second, inner, "silu", True)),)
+
+        return [
+            _Problem(forward, lambda tile: gated_matmul(x, alternating, tile), alternating=True),
+            _Problem(
+                backward, lambda tile: (gated_matmul_gradient(grad, second, pairs, tile),), alternating=True
+            ),
+        ]
+
+
+_Times = dict[MatmulTile | None, float]
+
+
+def _matmul_of(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    return (a @ b,)
+
+
+def _tiled_matmul(a: Tensor, b: Tensor, tile: MatmulTile) -> tuple[Tensor, ...]:
+    return (matmul(a, b, tile),)
+
+
+def _microseconds(times: _Times) -> dict[str, float]:
+    names = {tile: "cuBLAS" if tile is None else " x ".join(map(str, astuple(tile))) for tile in times}
+    return {names[tile]: round(value * 1e6, 2) for tile, value in times.items()}
+
+
+def _error(ours: Tensor, theirs: Tensor) -> float:
+    """Return the relative error, infinite if it is not a number."""
+    difference, size = (ours.float() - theirs.float()).norm(), theirs.float().norm()
+    error = float(difference / size)
+    return error if math.isfinite(error) else math.inf
+
+
+def summary(facts: Mapping[str, Any]) -> str:
+    """Return in words what quack-kernels computes."""
+    plain = sum(product["tile"] is not None for product in facts["plain"])
+    gate = facts["gated"] is not None and facts["gated"]["tiles"] is not None
+    return f"{plain} of {len(facts['plain'])} kinds of products{', and the gate of the MLP' if gate else ''}"
