@@ -128,10 +128,11 @@ class ComputeConfig(Part):
     attention: str = Field(
         "auto", description="attention backend; auto: the fastest that passes a check at this shape"
     )
-    matmul: Literal["auto", "torch", "quack"] = Field(
-        "auto",
-        description="BF16 products of fused dense blocks; torch: cuBLAS; quack: the package quack-kernels, for those "
-        "that it computes faster; auto: quack if it is installed and the run is long enough for a trial",
+    matmul: Literal["torch", "quack", "auto"] = Field(
+        "torch",
+        description="BF16 products of fused dense blocks; torch: cuBLAS; quack: each product by the package "
+        "quack-kernels if a trial finds that faster; auto: quack if it can be used and the run is long enough for a "
+        "trial; a resumed run keeps the choice of its start",
     )
     activation_checkpointing: Literal["none", "attention", "mlp", "block"] = Field(
         "none", description="part of each block that is recomputed in the backward pass instead of kept"

@@ -15,7 +15,6 @@ Suffixes: N tokens, D hidden size, F intermediate size.
 """
 
 import importlib.util
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -25,9 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deskside.utils.files import cache_folder
+from deskside.kernels.cute_dsl import keep_compiled_kernels
 
 PACKAGE = "quack"
+# What the package and its compiler raise where a product is not supported, or has another interface.
+MISUSE = (AssertionError, AttributeError, NotImplementedError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -95,25 +96,35 @@ def gated_matmul_gradient(grad_ND: Tensor, weight_DF: Tensor, inner_NW: Tensor, 
 
 def _launch(name: str, tile: MatmulTile, *operands: Tensor, out: dict[str, Tensor]) -> None:
     """Launch the product with this epilogue. Raises RuntimeError if the package does not support it."""
-    epilogues, refusals = _library()
+    products, refusals = load()
     try:
-        epilogues[name](*operands, out=out, config=_config(tile))
+        products[name](*operands, out=out, config=_config(tile))
     except refusals as error:
         raise RuntimeError(f"quack-kernels: {error}") from error
 
 
 @cache
-def _library() -> tuple[dict[str, Callable[..., Any]], tuple[type[Exception], ...]]:
-    """Return the products by their epilogue, and the exceptions of unsupported ones. Raises RuntimeError."""
-    os.environ.setdefault("QUACK_CACHE_DIR", str(cache_folder() / "quack"))
+def load() -> tuple[dict[str, Callable[..., Any]], tuple[type[Exception], ...]]:
+    """Return the products by their epilogue, and the exceptions of unsupported ones.
+
+    Raises RuntimeError if the package does not import, or is another version than this module is written for.
+    """
+    keep_compiled_kernels()
     try:
         refusal = import_module("cutlass.base_dsl.common").DSLBaseError
         sigmoid, epilogue = import_module("quack.activation").sigmoid, import_module("quack.epilogue")
-    except (ImportError, OSError) as error:
-        raise RuntimeError(f"quack-kernels does not import: {error}") from error
+        products = _products(epilogue.gemm_epilogue, sigmoid, epilogue.pack, epilogue.unpack)
+    except (ImportError, OSError, *MISUSE) as error:
+        raise RuntimeError(f"quack-kernels cannot be used: {error}") from error
+    return products, (*MISUSE, refusal)
 
-    pack, unpack = epilogue.pack, epilogue.unpack
 
+def _products(
+    gemm_epilogue: Callable[..., Any],
+    sigmoid: Callable[..., Any],
+    pack: Callable[..., Any],
+    unpack: Callable[..., Any],
+) -> dict[str, Callable[..., Any]]:
     def plain(acc):  # type: ignore[no-untyped-def]
         return {"D": acc}
 
@@ -127,12 +138,12 @@ def _library() -> tuple[dict[str, Callable[..., Any]], tuple[type[Exception], ..
         value = gate * s
         return {"D": pack(acc * up * (s + value * (1.0 - s)), acc * value)}
 
-    products = {
-        "plain": epilogue.gemm_epilogue()(plain),
-        "gate": epilogue.gemm_epilogue(outputs=("hidden",), mode="acc_pair")(gate),
-        "gate_gradient": epilogue.gemm_epilogue(mode="packed_cd_b16x2")(gate_gradient),
+    return {
+        "plain": gemm_epilogue()(plain),
+        "gate": gemm_epilogue(outputs=("hidden",), mode="acc_pair")(gate),
+        # vectorize: on compute capability 10, the package's own documentation warns of a value in both lanes of `pack`.
+        "gate_gradient": gemm_epilogue(mode="packed_cd_b16x2", vectorize=False)(gate_gradient),
     }
-    return products, (AssertionError, NotImplementedError, TypeError, ValueError, refusal)
 
 
 @cache

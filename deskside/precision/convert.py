@@ -115,20 +115,21 @@ class QuantizedModel:
         """Compute fused dense MLPs for this number of tokens at a time. They must be recomputed and not quantized."""
         for index, (sublayer, plan, bf16_plan) in enumerate(self._sublayers):
             if isinstance(bf16_plan, FusedMLP):
+                assert bf16_plan.gate_tiles is None, "chunks are set before tiles"
                 self._sublayers[index] = (sublayer, plan, replace(bf16_plan, chunk_tokens=tokens))
         self._set_overrides()
 
     def matmul_shape(self, tokens: int) -> MatmulShape | None:
         """Return the unquantized products of the fused sublayers that can have tiles; None if there are none.
 
-        Only float32 weights are converted for the products, which interleaves those of gate and up for nothing.
+        Weights must be float32: they are copied to BF16 anyway, and the copy can be interleaved at no further cost.
         """
         plans = [plan for sublayer, _, plan in self._sublayers if self._can_have_tiles(sublayer, plan)]
         weights, gated = set(), set()
         for plan in plans:
             assert isinstance(plan, FusedSublayer)
             weights |= {_shape(plan.first.linear), _shape(plan.second.linear)}
-            if isinstance(plan, FusedMLP) and plan.can_fuse_gate:
+            if self._can_fuse_gate(plan):
                 gated.add(_shape(plan.second.linear))
         if self.recipe.name != "bf16" or not plans or len(gated) > 1:
             return None
@@ -145,16 +146,30 @@ class QuantizedModel:
                 linear.tiles = {
                     kind: tile for (kind, *size), tile in choice.plain.items() if tuple(size) == shape
                 }
-            if isinstance(bf16_plan, FusedMLP) and bf16_plan.can_fuse_gate and choice.gated is not None:
-                bf16_plan.first.interleave()
+            if (
+                choice.gated is not None
+                and isinstance(bf16_plan, FusedMLP)
+                and self._can_fuse_gate(bf16_plan)
+            ):
+                bf16_plan.first.converted.interleave()
                 self._sublayers[index] = (sublayer, plan, replace(bf16_plan, gate_tiles=choice.gated))
         self._set_overrides()
 
     def _can_have_tiles(self, sublayer: Sublayer, bf16_plan: Fused) -> bool:
-        used = self.fused and not self.recipe.quantized  # otherwise only evaluations compute these
-        weights = [m.weight for m in sublayer.modules() if isinstance(m, Linear)]
+        if not self.fused or self.recipe.quantized:  # otherwise only evaluations compute these products
+            return False
+        if not isinstance(bf16_plan, FusedSublayer):
+            return False
+        if (
+            isinstance(bf16_plan, FusedMLP) and bf16_plan.chunk_tokens is not None
+        ):  # of another number of tokens
+            return False
+        return all(m.weight.dtype == torch.float32 for m in sublayer.modules() if isinstance(m, Linear))
+
+    def _can_fuse_gate(self, bf16_plan: Fused) -> bool:
+        """Return True if `gate_tiles` can be set. Gradients of interleaved weights are not added inside products."""
         return (
-            used and isinstance(bf16_plan, FusedSublayer) and all(w.dtype == torch.float32 for w in weights)
+            isinstance(bf16_plan, FusedMLP) and bf16_plan.has_silu_gate and not self.shared.accumulate_inside
         )
 
     def is_fused(self, module: nn.Module) -> bool:

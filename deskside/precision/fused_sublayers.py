@@ -115,9 +115,8 @@ class FusedMLP(FusedSublayer):
         return len(self.first.linear.slices) == 2
 
     @property
-    def can_fuse_gate(self) -> bool:
-        """True if `gate_tiles` can be set."""
-        return self.gated and self.sublayer.output.activation == "silu" and self.chunk_tokens is None
+    def has_silu_gate(self) -> bool:
+        return self.gated and self.sublayer.output.activation == "silu"
 
     def __call__(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
         weights = (self.norm.weight, self.first.linear.weight, self.second.linear.weight)

@@ -140,11 +140,14 @@ class ConvertedWeight:
         self._quantizer, self._shared = quantizer, shared
         self.cached: tuple[object, QuantizedOperand, QuantizedOperand] | None = None
         self._source: tuple[Tensor, torch.dtype | None] | None = None  # parameter and dtype of the last `get`
-        self._interleaved = False
+        self.interleaved = False
 
     def interleave(self) -> None:
-        """Interleave the rows of gate and up in both forms from now on (`kernels/quack_matmul.py`)."""
-        self._interleaved = True
+        """Interleave the rows of gate and up in both forms from now on (`kernels/quack_matmul.py`).
+
+        The output of the layer and its gradient have gate and up in turn too.
+        """
+        self.interleaved = True
         self.clear()
 
     def get(
@@ -161,7 +164,7 @@ class ConvertedWeight:
         self._shared.misses += 1
         self._source = weight, dtype
         weight = weight.detach() if dtype is None else weight.detach().to(dtype)
-        rows, saved = self._quantizer.quantize_rows(interleave(weight) if self._interleaved else weight)
+        rows, saved = self._quantizer.quantize_rows(interleave(weight) if self.interleaved else weight)
         columns = self._quantizer.quantize_columns(saved)
         if self._shared.cache:
             self.cached = (key, rows, columns)
@@ -199,8 +202,6 @@ class QuantizedLinear:
 
     number: distinguishes the products of this layer from those of other layers.
     tiles: of the unquantized products that are not computed by torch.
-    interleaved: the rows of gate and up are interleaved in the weight that is multiplied, so the output and its
-        gradient have them in turn too (`interleave`).
     """
 
     def __init__(self, linear: Linear, recipe: Recipe, shared: Shared, number: int):
@@ -216,12 +217,6 @@ class QuantizedLinear:
         self.plain = recipe.output.right.format in UNQUANTIZED
         self.converted = ConvertedWeight(self.w, shared)
         self.tiles: dict[str, MatmulTile] = {}  # by kind of product
-        self.interleaved = False
-
-    def interleave(self) -> None:
-        """Interleave the rows of gate and up in the weight that is multiplied, from now on."""
-        self.interleaved = True
-        self.converted.interleave()
 
     def output(self, x: QuantizedOperand, dtype: torch.dtype) -> Tensor:
         """Return the output (N, M) in `dtype`. x: the rows form of the input (N, K)."""
@@ -237,7 +232,7 @@ class QuantizedLinear:
         g, x: the columns forms of the gradient (N, M) and the input (N, K).
         """
         weight = self.linear.weight
-        if self.interleaved:
+        if self.converted.interleaved:
             return deinterleave(self._product("weight_gradient", g, x, weight.dtype))
         if self.shared.accumulate_inside and weight.grad is not None and g.scale is None and g.values.is_cuda:
             total = weight.grad

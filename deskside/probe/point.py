@@ -144,6 +144,8 @@ def prepare_step(
     if execution.mode == "fused":
         tokens = attention_backends.run_tokens(config, world, peak)
         choose_and_use_tiles(model, world, recipe, tokens, cache)
+        if facts := choose_and_use_matmul(config, execution.precision, world, tokens, cache):
+            notes.append(f"quack-kernels computes {summary(facts)}")
     report("sublayers checked")
     scaling = scales(
         config.model.hidden_size, config.batch.tokens, 1000 * config.batch.tokens, config.optim.name
@@ -164,10 +166,6 @@ def prepare_step(
     rows = RandomRows(config.batch.sequence_length, config.model.vocab_size)
     length, tokens = config.batch.sequence_length, config.batch.tokens
     (fit,) = finder.find([StageWork(1.0, length, None, tokens, cast(RowDataset, rows))])
-    pass_tokens = fit.micro_rows * length
-    run = attention_backends.run_tokens(config, world, peak)
-    if facts := choose_and_use_matmul(config, execution.precision, world, pass_tokens, run, cache):
-        notes.append(f"quack-kernels computes {summary(facts)}")
     report("compiled and fitted")
     mode = execution.mode
     return PreparedStep(config, recipe, stepper, fit, measurements, native, formats, mode, peak, notes)

@@ -116,7 +116,6 @@ class RunExecution:
         self.set_up()
         finder = BatchSizeFinder(self.config, self.stepper, self.modelled_memory, self.log.say, self.budget)
         self.micro_batches = finder.find(self.stages, self.recorded.get("fit"))
-        self.choose_matmul()
         choose_graphs(finder, self.stages, "cuda_graph" in self.recorded if self.recorded else None)
         self.config = config_with_graphs(self.config, self.stepper.graphed is not None)
         self.startup.done("compile and fit")
@@ -219,6 +218,9 @@ class RunExecution:
         if execution.mode == "fused":
             tokens = run_tokens(config, world, peak_flops)
             self.tiles = choose_and_use_tiles(model, world, recipe, tokens, cache)
+            self.matmul = choose_and_use_matmul(config, execution.precision, world, tokens, cache, recorded)
+            if self.matmul:
+                self.log.say(f"quack-kernels computes {summary(self.matmul)}")
         self.startup.done("sublayers")
         if world.device.type == "cuda":
             check_host_memory(config, recipe, execution.mode, world)
@@ -301,17 +303,6 @@ class RunExecution:
         self.evaluator.rehearse(tokens, self.clock.seconds)
         self.evaluator.during_tokens = self.recorded.get("evaluate_tokens", self.evaluator.during_tokens)
         self.before = self.evaluator.before(self.recorded)
-
-    def choose_matmul(self) -> None:
-        """Choose the kernels of the products of a pass of the last stage."""
-        config, world, last = self.config, self.world, self.stages[-1]
-        tokens = run_tokens(config, world, self.meter.peak_flops)
-        pass_tokens = last.micro_rows * last.sequence_length
-        self.matmul = choose_and_use_matmul(
-            config, self.context.precision, world, pass_tokens, tokens, TrialCache(), self.recorded
-        )
-        if self.matmul:
-            self.log.say(f"quack-kernels computes {summary(self.matmul)}")
 
     # Plan
 

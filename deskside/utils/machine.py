@@ -74,7 +74,7 @@ def this_machine() -> Machine:
     """
     torch, cuda = _torch_versions()
     gpu = _first_gpu() if cuda else None
-    triton = _version("triton")
+    triton = package_version("triton")
     if gpu is not None:
         card, (memory, free), driver, watts = gpu
         return Machine(card, "cuda", memory, 0, driver, watts, torch, cuda, triton, code_version(), free)
@@ -106,7 +106,8 @@ def _torch_versions() -> tuple[str, str | None]:
     return version[1] if version else metadata.version("torch"), cuda[1] if cuda else None
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """Return the version of an installed package, or None."""
     with contextlib.suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
     return None

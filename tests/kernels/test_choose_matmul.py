@@ -29,6 +29,7 @@ class Card:
         self.launches = 0
         monkeypatch.setattr(trial, "tiles_of", lambda device: tuple(self.times))
         monkeypatch.setattr(trial, "seconds", self.seconds)
+        monkeypatch.setattr(trial, "load", lambda: None)
         monkeypatch.setattr(quack_matmul, "_launch", self.launch)
 
     def seconds(self, run: Any, device: torch.device) -> float:
@@ -75,9 +76,34 @@ def test_a_kept_trial_is_not_repeated(monkeypatch: pytest.MonkeyPatch, tmp_path:
     monkeypatch.setattr(TrialCache, "machine", {"card": "made up"})
     first = choose_matmul(SHAPE, CPU, LONG, TrialCache(tmp_path))
     launches = card.launches
-    again = choose_matmul(SHAPE, CPU, 1.0, TrialCache(tmp_path))
+    again = choose_matmul(SHAPE, CPU, 10_000, TrialCache(tmp_path))
     assert first is not None and again == {**first, "trial": "cached"} and card.launches == launches
-    assert choose_matmul(MatmulShape(64, (), None), CPU, 1.0, TrialCache(tmp_path)) is None
+    assert (
+        choose_matmul(SHAPE, CPU, 1_000, TrialCache(tmp_path)) is None
+    )  # 2 s saved, and 5 s to start the package
+    monkeypatch.setattr(trial, "package_version", lambda package: "another")
+    changed = choose_matmul(SHAPE, CPU, LONG, TrialCache(tmp_path))
+    assert changed is not None and changed["trial"] == "measured"
+
+
+@pytest.mark.parametrize("place", [(-1, slice(None)), (slice(None), -1), (slice(128, 256), slice(0, 16))])
+def test_one_wrong_row_or_column_is_found(place: Any) -> None:
+    expected = torch.randn(20_000, 48)
+    ours = expected.bfloat16()
+    assert trial._error(ours, expected) < trial.TOLERANCE
+    ours[place] = 0
+    assert trial._error(ours, expected) > trial.TOLERANCE
+    ours[0, 0] = float("nan")
+    assert trial._error(ours, expected) == float("inf")
+
+
+def test_faster_plain_products_are_what_the_gate_has_to_beat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything takes 0.5 ms: with a kernel for the gate that takes no time, its epilogue wins nothing."""
+    Card(monkeypatch)
+    shape = MatmulShape(64, ((192, 32), (32, 96)), (32, 96))
+    facts = choose_matmul(shape, CPU, LONG, TrialCache(None))
+    assert facts is not None and facts["gated"]["tiles"] is None
+    assert trial.saved_seconds(facts) == pytest.approx(4 * 0.5e-3)
 
 
 def test_too_little_memory_leaves_the_products_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

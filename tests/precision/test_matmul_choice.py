@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from deskside.config.sections import PrecisionConfig
 from deskside.kernels.choose_matmul import MatmulChoice
 from deskside.model.transformer import Transformer
 from deskside.precision.convert import QuantizedModel, convert
@@ -88,3 +89,25 @@ def test_other_recipes_and_16_bit_weights_have_none() -> None:
     for parameter in half.parameters():
         parameter.data = parameter.data.bfloat16()
     assert converted(half, None, "bf16").matmul_shape(64) is None
+
+
+def test_chunks_are_set_before_tiles(launched: list[str]) -> None:
+    applied = converted(make(), MatmulChoice({}, (TILE, TILE)))
+    applied.set_checkpointing("block")
+    with pytest.raises(AssertionError, match="chunks"):
+        applied.set_mlp_chunk(64)
+
+
+def test_gradients_that_are_added_inside_products_leave_the_gate_alone() -> None:
+    applied = convert(make(), "bf16", PrecisionConfig(accumulate="fused"), fused=True)
+    shape = applied.matmul_shape(64)
+    assert shape is not None and shape.gated is None
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_two_passes_add_up(launched: list[str], cache: bool) -> None:
+    model = make()
+    _, truth = backward(model)
+    applied = convert(model, "fp32", PrecisionConfig(weight_cache=cache), fused=True)
+    applied.use_matmul(MatmulChoice({}, (TILE, TILE)))
+    assert worst(backward(model, passes=2)[1], truth) < 1e-5

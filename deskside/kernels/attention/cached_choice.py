@@ -9,13 +9,13 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from importlib import metadata
 from typing import Any, Literal
 
 import torch
 
 from deskside.kernels.attention.choose import BackendChoice, Use, choose, considered_backends
 from deskside.kernels.attention.context import Requirements, backend_named
+from deskside.utils.machine import package_version
 from deskside.utils.trials import TrialCache
 
 KIND = "attention"
@@ -57,12 +57,5 @@ def _spec(need: Requirements, names: Sequence[str]) -> dict[str, Any]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),  # some backends are slower then, or raise
         "cudnn": torch.backends.cudnn.version() if need.device.type == "cuda" else None,
         "candidates": list(names),
-        "packages": {name: _version(name) for name in sorted(filter(None, packages))},
+        "packages": {name: package_version(name) for name in sorted(filter(None, packages))},
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None

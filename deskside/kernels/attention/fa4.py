@@ -10,7 +10,6 @@ checked here, because `choose` runs both and records their errors. The kernels a
 seconds, and cached in the user's cache directory (or in FLASH_ATTENTION_CUTE_DSL_CACHE_DIR).
 """
 
-import os
 import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from deskside.kernels.attention.context import AttentionBackend, AttentionContext, FwdBwd, Saved, register
 from deskside.kernels.attention.sdpa import HALF
-from deskside.utils.files import cache_folder
+from deskside.kernels.cute_dsl import keep_compiled_kernels
 
 Kernel = Callable[..., Any]
 
@@ -30,8 +29,7 @@ Kernel = Callable[..., Any]
 @lru_cache(maxsize=1)
 def _library() -> tuple[Kernel, Kernel, tuple[type[Exception], ...]]:
     """Return the forward kernel, the backward kernel, and the exceptions of unsupported inputs. Raises RuntimeError."""
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_folder() / "flash-attn-4"))
+    keep_compiled_kernels()
     try:
         kernels = import_module("flash_attn.cute.interface")
         refusal = import_module("cutlass.base_dsl.common").DSLBaseError
