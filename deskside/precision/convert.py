@@ -156,13 +156,11 @@ class QuantizedModel:
         self._set_overrides()
 
     def _can_have_tiles(self, sublayer: Sublayer, bf16_plan: Fused) -> bool:
-        if not self.fused or self.recipe.quantized:  # otherwise only evaluations compute these products
+        # With a quantized recipe, only evaluations compute these products.
+        if not self.fused or self.recipe.quantized or not isinstance(bf16_plan, FusedSublayer):
             return False
-        if not isinstance(bf16_plan, FusedSublayer):
-            return False
-        if (
-            isinstance(bf16_plan, FusedMLP) and bf16_plan.chunk_tokens is not None
-        ):  # of another number of tokens
+        # The products of a chunked MLP have another number of tokens.
+        if isinstance(bf16_plan, FusedMLP) and bf16_plan.chunk_tokens is not None:
             return False
         return all(m.weight.dtype == torch.float32 for m in sublayer.modules() if isinstance(m, Linear))
 

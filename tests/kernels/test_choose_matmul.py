@@ -78,9 +78,8 @@ def test_a_kept_trial_is_not_repeated(monkeypatch: pytest.MonkeyPatch, tmp_path:
     launches = card.launches
     again = choose_matmul(SHAPE, CPU, 10_000, TrialCache(tmp_path))
     assert first is not None and again == {**first, "trial": "cached"} and card.launches == launches
-    assert (
-        choose_matmul(SHAPE, CPU, 1_000, TrialCache(tmp_path)) is None
-    )  # 2 s saved, and 5 s to start the package
+    # 2 s would be saved, and it takes 5 s to start the package.
+    assert choose_matmul(SHAPE, CPU, 1_000, TrialCache(tmp_path)) is None
     monkeypatch.setattr(trial, "package_version", lambda package: "another")
     changed = choose_matmul(SHAPE, CPU, LONG, TrialCache(tmp_path))
     assert changed is not None and changed["trial"] == "measured"
