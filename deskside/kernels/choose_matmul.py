@@ -79,7 +79,7 @@ def choose_matmul(
     That is so without the package, in a run that is too short for it to pay, and with too little memory for a trial.
     Raises RuntimeError if the package cannot be used.
 
-    passes: of one block in the run.
+    passes: of one block in the run; infinite if the trial has to be made, whatever it saves.
     """
     tiles = tiles_of(device)
     if not tiles:
@@ -88,7 +88,7 @@ def choose_matmul(
     spec = {**asdict(shape), "candidates": [*map(repr, tiles)], "packages": packages}
     kept = cache.find(KIND, spec)
     if kept is not None:
-        worth = passes * kept.result["saved_seconds"] > START_SECONDS
+        worth = math.isinf(passes) or passes * kept.result["saved_seconds"] > START_SECONDS
         return {**kept.result["facts"], "trial": "cached"} if worth else None
     began = time.perf_counter()
     try:

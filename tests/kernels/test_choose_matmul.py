@@ -57,10 +57,13 @@ def test_the_fastest_right_kernel_is_used(monkeypatch: pytest.MonkeyPatch) -> No
     assert facts["plain"][0]["microseconds"] == {"cuBLAS": 1000.0, "128 x 192 x True x 2": 500.0}
 
 
-def test_a_tie_keeps_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tie_keeps_cublas(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     Card(monkeypatch, fast=0.99)
-    facts = choose_matmul(SHAPE, CPU, LONG, TrialCache(None))
-    assert facts is not None and MatmulChoice.of(facts) == MatmulChoice({}, None)
+    monkeypatch.setattr(TrialCache, "machine", {"card": "made up"})
+    for how in ("measured", "cached"):
+        facts = choose_matmul(SHAPE, CPU, LONG, TrialCache(tmp_path))
+        assert facts is not None and MatmulChoice.of(facts) == MatmulChoice({}, None)
+        assert facts["trial"] == how and "none is faster" in trial.summary(facts)
 
 
 def test_a_run_too_short_to_win_the_trial_back_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
