@@ -66,5 +66,5 @@ def test_it_works_where_it_is_unpacked(built: tuple[Path, Path], tmp_path: Path)
 def test_every_extra_is_installed_alone_or_needs_a_gpu() -> None:
     from tests.benchmarks.test_extras import EXTRAS
 
-    assert EXTRAS.keys() - wheel_walk.IMPORTS.keys() == {"dev", "flash-attn-4", "transformer-engine"}
+    assert EXTRAS.keys() - wheel_walk.IMPORTS.keys() == {"dev", "flash-attn-4", "quack", "transformer-engine"}
     assert wheel_walk.IMPORTS.keys() <= EXTRAS.keys()

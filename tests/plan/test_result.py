@@ -62,9 +62,9 @@ def check_commands(question: dict[str, Any], keys: list[str]) -> None:
         gpus = int(words[words.index("--gpus") + 1]) if "--gpus" in words else 1
         run = build_on_gpus(layers_of(band.command), gpus).model_dump()
         # The command names the data, which the plan leaves open. A preset's own text belongs to the preset's path.
-        data = {"path": run["data"]["path"]}
-        if "path" not in band.config.get("data", {}):
-            data |= band.config.get("data", {})
+        data, named = {"path": run["data"]["path"]}, band.config.get("data", {})
+        if "path" not in named or "data.sources" in keys:
+            data = {**named, **data}
         planned = merge.build([band.config, {"data": data}]).model_dump()
         assert gpus == question["gpus"] and run == planned
 
@@ -80,6 +80,7 @@ FEW = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck
     ["schedule.batch_growth_until", "schedule.stages"],
 )
 @example({"gpu": "RTX 3060 12GB", "gpus": 1}, {"depth": 4}, {}, ["data.sources"])
+@example({"gpu": "RTX 3060 12GB", "gpus": 1}, {"preset": "demo"}, {}, ["data.sources"])
 @given(QUESTIONS, MODELS, BUDGETS, OPTIONS)
 def test_every_command_is_accepted(question: Any, model: Any, budget: Any, keys: list[str]) -> None:
     check_commands({**question, **model, **budget}, keys)
