@@ -9,13 +9,14 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 from typing import Any
 
 from deskside.config.recipes import RECIPES
 from deskside.utils import child_process
 from deskside.utils.format import elapsed
+from deskside.utils.machine import package_version
 
 Say = Callable[[str], None]
 MINUTE = 60.0
@@ -219,13 +220,7 @@ def is_installed(module: str) -> bool:
 
 def library_versions() -> dict[str, str | None]:
     """Return the version of each optional library, None if it is not installed."""
-    versions: dict[str, str | None] = {}
-    for library in LIBRARIES:
-        try:
-            versions[library.package] = metadata.version(library.package)
-        except metadata.PackageNotFoundError:
-            versions[library.package] = None
-    return versions
+    return {library.package: package_version(library.package) for library in LIBRARIES}
 
 
 def run_all(checks: Sequence[Check], say: Say, deadline: float = math.inf) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ import shutil
 import sysconfig
 import tempfile
 from contextlib import suppress
-from importlib import metadata, util
+from importlib import util
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from deskside.doctor import check_attention, nvml
 from deskside.facts.gpus import find_device
 from deskside.train import environment_record
 from deskside.utils.host_memory import available_bytes, limit_bytes
+from deskside.utils.machine import package_version
 
 GIB = 2**30
 CXX = ("g++",)  # what torch.compile looks for on a CPU, unless the environment sets CXX
@@ -122,10 +123,7 @@ def _compiler(variable: str, names: tuple[str, ...]) -> str | None:
 
 
 def _first_installed_version(*names: str) -> str | None:
-    for name in names:
-        with suppress(metadata.PackageNotFoundError):
-            return metadata.version(name)
-    return None
+    return next((version for name in names if (version := package_version(name)) is not None), None)
 
 
 def _gib(size: int | None) -> float | None:

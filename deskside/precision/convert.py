@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -124,10 +124,9 @@ class QuantizedModel:
 
         Weights must be float32: they are copied to BF16 anyway, and the copy can be interleaved at no further cost.
         """
-        plans = [plan for sublayer, _, plan in self._sublayers if self._can_have_tiles(sublayer, plan)]
+        plans = [plan for _, _, plan in self._sublayers if self._can_have_tiles(plan)]
         weights, gated = set(), set()
         for plan in plans:
-            assert isinstance(plan, FusedSublayer)
             weights |= {_shape(plan.first.linear), _shape(plan.second.linear)}
             if self._can_fuse_gate(plan):
                 gated.add(_shape(plan.second.linear))
@@ -138,33 +137,30 @@ class QuantizedModel:
     def use_matmul(self, choice: MatmulChoice) -> None:
         """Compute the unquantized products of the fused sublayers with the tiles of a choice for `matmul_shape`."""
         for index, (sublayer, plan, bf16_plan) in enumerate(self._sublayers):
-            if not self._can_have_tiles(sublayer, bf16_plan):
+            if not self._can_have_tiles(bf16_plan):
                 continue
-            assert isinstance(bf16_plan, FusedSublayer)
             for linear in (bf16_plan.first, bf16_plan.second):
                 shape = _shape(linear.linear)
                 linear.tiles = {
                     kind: tile for (kind, *size), tile in choice.plain.items() if tuple(size) == shape
                 }
-            if (
-                choice.gated is not None
-                and isinstance(bf16_plan, FusedMLP)
-                and self._can_fuse_gate(bf16_plan)
-            ):
+            if choice.gated is not None and self._can_fuse_gate(bf16_plan):
                 bf16_plan.first.converted.interleave()
                 self._sublayers[index] = (sublayer, plan, replace(bf16_plan, gate_tiles=choice.gated))
         self._set_overrides()
 
-    def _can_have_tiles(self, sublayer: Sublayer, bf16_plan: Fused) -> bool:
+    def _can_have_tiles(self, bf16_plan: Fused) -> TypeGuard[FusedSublayer]:
         # With a quantized recipe, only evaluations compute these products.
         if not self.fused or self.recipe.quantized or not isinstance(bf16_plan, FusedSublayer):
             return False
         # The products of a chunked MLP have another number of tokens.
         if isinstance(bf16_plan, FusedMLP) and bf16_plan.chunk_tokens is not None:
             return False
-        return all(m.weight.dtype == torch.float32 for m in sublayer.modules() if isinstance(m, Linear))
+        return all(
+            m.weight.dtype == torch.float32 for m in bf16_plan.sublayer.modules() if isinstance(m, Linear)
+        )
 
-    def _can_fuse_gate(self, bf16_plan: Fused) -> bool:
+    def _can_fuse_gate(self, bf16_plan: FusedSublayer) -> TypeGuard[FusedMLP]:
         """Return True if `gate_tiles` can be set. Gradients of interleaved weights are not added inside products."""
         return (
             isinstance(bf16_plan, FusedMLP) and bf16_plan.has_silu_gate and not self.shared.accumulate_inside

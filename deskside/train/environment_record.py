@@ -5,7 +5,6 @@ import os
 import platform
 import shutil
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,9 @@ import torch
 import deskside
 from deskside.engine.device import allowed_bytes
 from deskside.utils.child_process import cpu_cores, cpu_name
+from deskside.utils.machine import package_version
+
+PACKAGES = ("triton", "transformers", "tokenizers", "numpy", "safetensors")
 
 
 def describe(device: torch.device, folder: Path) -> dict[str, Any]:
@@ -30,11 +32,8 @@ def describe(device: torch.device, folder: Path) -> dict[str, Any]:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "disk_free_gib": round(shutil.disk_usage(folder).free / 2**30, 1),
         "device": device.type,
-        "packages": dict.fromkeys(("triton", "transformers", "tokenizers", "numpy", "safetensors")),
+        "packages": {name: package_version(name) for name in PACKAGES},
     }
-    for package in facts["packages"]:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            facts["packages"][package] = metadata.version(package)
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         facts["gpu"] = {

@@ -67,15 +67,14 @@ def _choose(
     config: RunConfig, precision: QuantizedModel, world: World, tokens: float, cache: TrialCache
 ) -> dict[str, Any] | None:
     """Return the results of a trial on rank 0, if all ranks can use them; otherwise None."""
-    processes = 1 if world.context is None else world.context.size
     batch = config.batch
-    of_pass = batch.tokens // world.readers if batch.micro_tokens == "auto" else batch.micro_tokens
-    pass_tokens = max(1, min(of_pass // processes, MAX_TRIAL_TOKENS))
+    of_readers = batch.tokens if batch.micro_tokens == "auto" else batch.micro_tokens * world.readers
+    pass_tokens = max(1, min(of_readers // world.size, MAX_TRIAL_TOKENS))
     shape = precision.matmul_shape(pass_tokens)
     if shape is None:
         return None
     forced = config.compute.matmul == "quack"
-    passes = config.model.num_hidden_layers * tokens / world.readers / processes / pass_tokens
+    passes = config.model.num_hidden_layers * tokens / world.size / pass_tokens
 
     def choose() -> dict[str, Any] | None:
         try:

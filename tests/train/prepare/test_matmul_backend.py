@@ -48,7 +48,7 @@ def on_gpu(
         device=torch.device("cuda"),
         sharded=sharded,
         readers=1,
-        context=None,
+        size=1,
         broadcast_result=lambda f: f(),
         all_reduce_min=lambda own: min(own, others),
     )
