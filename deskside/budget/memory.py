@@ -1,11 +1,12 @@
 """GPU memory of one training step, item by item. Everything here is modelled, not measured.
 
-The peak of allocated bytes is the largest sum among four instants:
+The peak of allocated bytes is the largest sum among these instants:
 
     loss        all saved activations, a chunk of logits, the head's gradient, and the ends of the residual stream
     backward    the backward of the last block: its temporary gradients and its recomputed activations
     gradients   the end of the backward: all gradients, and the activations of the first block only
     update      the optimizer step: gradients, and Muon's stacks of matrices
+    evaluation  of a run whose passes are CUDA graphs: the forward of a micro-batch
 
 If a step has several passes, the gradients of earlier passes are allocated during all of them; with one pass, gradients
 are allocated during its backward. `activations.py` has the activations that a layer saves and its temporary gradients,
@@ -31,6 +32,9 @@ the last pass of a step. So with several passes, every GPU holds whole gradients
 that are being reduced and of the root, which is reduced last. A test tracks the memory of two such processes. Without
 sharding, GPUs sum their gradients in buckets while the backward runs (`budget/replicas.py`).
 
+A pass that is a CUDA graph (`train/loop/graphed_pass.py`) keeps what it needs at its peak, also during updates and
+evaluations. Gradients exist all the time. With several GPUs, the last pass of a step is not a graph, and needs its own.
+
 If adapters are trained over frozen weights (`budget/adapters.py`), only the adapters have gradients and optimizer
 states, the head has no gradient, a quantized weight is dequantized while it is used, and the gradient of a chunk of
 logits overwrites it as above.
@@ -49,7 +53,8 @@ from deskside.budget.adapters import (
     trained_params,
 )
 from deskside.budget.converted_weights import cached_weights, copied_weights, has_weight_cache
-from deskside.budget.format_costs import SAVED_BF16
+from deskside.budget.format_costs import SAVED_BF16, quantized
+from deskside.budget.host import can_replay
 from deskside.budget.replicas import bucket_bytes, update_shares
 from deskside.budget.separate_gradients import (
     STACK_BYTES,
@@ -79,7 +84,7 @@ Items = dict[str, float]  # bytes by item
 @dataclass(frozen=True)
 class Memory:
     """Bytes by item at one instant: weights, gradients, optimizer, copies, activations, logits, workspace, and if there
-    are any, the average of the weights and the later targets of multi-token prediction.
+    are any, the average of the weights, the later targets of multi-token prediction, and the captured pass.
 
     allocated: their sum; reserved: the bytes that torch's allocator is expected to reserve, fragmentation included.
     """
@@ -102,7 +107,7 @@ def training_memory(shape: Shape, spec: StepSpec) -> Memory:
 
 
 def instants(shape: Shape, spec: StepSpec) -> dict[str, Memory]:
-    """Return the modelled memory at each of the four instants, by name."""
+    """Return the modelled memory at each instant, by name."""
     return {
         name: Memory({item: int(size) for item, size in items.items()}, name)
         for name, items in _instants(Sizes(shape, spec)).items()
@@ -132,11 +137,12 @@ def _extras(s: Sizes) -> Items:
 
 
 def _full_training(s: Sizes) -> dict[str, Items]:
-    """Return the four instants of a step that trains all weights."""
+    """Return the instants of a step that trains all weights."""
     spec = s.spec
     fp32 = spec.precision == "fp32"
     width = 2 if fp32 else 1  # factor on the byte counts of this module, which are for bfloat16
-    several_passes = spec.accumulation > 1
+    captures = captures_passes(spec)
+    several_passes = spec.accumulation > 1 or captures  # gradients exist before the first backward
     checkpointing = spec.activation_checkpointing
 
     layer = LayerActivations(s, width, saved_bytes_per_value(s.shape, spec))
@@ -190,7 +196,7 @@ def _full_training(s: Sizes) -> dict[str, Items]:
         "optimizer": gpu_state_bytes(s),
         **_extras(s),
     }
-    return {
+    steps: dict[str, Items] = {
         "loss": {
             **always,
             "gradients": earlier_gradients,
@@ -235,10 +241,45 @@ def _full_training(s: Sizes) -> dict[str, Items]:
             "workspace": libraries + max(_muon_stack_bytes(s), summed),
         },
     }
+    if not captures:
+        return steps
+    high_precision = 2 * s.block_weights if quantized(spec.precision) else 0.0  # evaluations are in BF16
+    evaluation: Items = {
+        **steps["update"],
+        "gradients": all_gradients,
+        "copies": lasting_copies + head_copy + high_precision,
+        "activations": s.pass_tokens * layer.block + ends,
+        "logits": s.chunk_tokens * s.vocabulary * width * 2,
+        "workspace": libraries,
+    }
+    return _with_captured_pass(s, steps | {"evaluation": evaluation}, lasting_copies, libraries)
+
+
+def captures_passes(spec: StepSpec) -> bool:
+    """Return True if passes of a step are CUDA graphs. A run that may choose (`auto`) captures only what fits."""
+    replays = spec.gpus == 1 or spec.accumulation > 1
+    return spec.graphs == "on" and spec.fused and can_replay(spec) and replays
+
+
+def _with_captured_pass(
+    s: Sizes, steps: dict[str, Items], lasting_copies: float, libraries: float
+) -> dict[str, Items]:
+    """Return the instants with what a captured pass keeps beside them, without lasting copies of weights.
+
+    On one GPU, all passes are replays of it. On several, the last pass of a step needs memory of its own.
+    """
+    within = ("loss", "backward", "gradients")
+    temporary = ("copies", "activations", "logits", "workspace")
+    kept = max(sum(steps[name][item] for item in temporary) for name in within) - lasting_copies - libraries
+    alone = s.spec.gpus == 1
+    return {
+        name: items if alone and name in within else {**items, "captured pass": kept}
+        for name, items in steps.items()
+    }
 
 
 def _adapter_training(s: Sizes, adapter: AdapterSpec) -> dict[str, Items]:
-    """Return the four instants of a step that trains only adapters. Its blocks are not fused."""
+    """Return the instants of a step that trains only adapters. Its blocks are not fused."""
     spec = s.spec
     fp32 = spec.precision == "fp32"
     width, checkpointing = 2 if fp32 else 1, spec.activation_checkpointing

@@ -1,23 +1,28 @@
-"""Check optional libraries: linear layers with their gradients, optimiser updates, attention.
+"""Check optional libraries: linear layers with their gradients, optimizer updates, attention, products with a gate.
 
 That a library imports and reports support for a format is not enough: its results are compared with float64.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from deskside.doctor import check_attention
 from deskside.doctor.check_tools import Result, compare, median_seconds, speed
+from deskside.kernels import quack_matmul
 from deskside.kernels.attention import AttentionBackend, Requirements
+from deskside.kernels.quack_matmul import MatmulTile
 
 ROWS, IN_FEATURES, OUT_FEATURES = 256, 512, 384
 TIMED = {"cuda": (16384, 4096, 4096), "cpu": (64, 128, 128)}  # rows, in features, out features
 UPDATES = 20
+BF16_TOLERANCE = 1e-2  # rounding causes about 2e-3
 # Two to three times the relative errors that the formats themselves cause.
 FP8_TOLERANCE, MX_TOLERANCE, NVFP4_TOLERANCE, NF4_TOLERANCE, UPDATE_TOLERANCE = 0.12, 0.12, 0.4, 0.2, 0.15
 TE_RECIPES = {
@@ -121,6 +126,62 @@ def flash_attention_4(window: bool, device: str) -> Result:
         "flash-attn-4", lambda q, k, v, _: q, frozenset({"cuda"}), frozenset(), window=True
     )
     return check_attention.measure(attend, library, window, device)
+
+
+def quack_linear(device: str) -> Result:
+    """Check products of quack-kernels with each tile that deskside uses: output and input gradient of a layer."""
+    where = torch.device(device)
+    weight, x, grad = (value.bfloat16() for value in _problem(where))
+    tiles = _quack_tiles(where)
+    got = {
+        tile: {
+            "output": quack_matmul.matmul(x, weight.T, tile),
+            "input gradient": quack_matmul.matmul(grad, weight, tile),
+        }
+        for tile in tiles
+    }
+    truth = {"output": x.double() @ weight.double().T, "input gradient": grad.double() @ weight.double()}
+    rows, inputs, outputs = TIMED[where.type]
+    left, right = (torch.randn(count, inputs, device=where).bfloat16() for count in (rows, outputs))
+    seconds = [
+        median_seconds(partial(quack_matmul.matmul, left, right.T, tile), where, runs=5) for tile in tiles
+    ]
+    fastest = speed(2 * rows * inputs * outputs / min(seconds), "FLOP/s")
+    return _compare_tiles(got, truth) | {"speed": fastest}
+
+
+def quack_gate(device: str) -> Result:
+    """Check SwiGLU in the epilogues of quack-kernels' products, and its gradient, with each tile."""
+    where = torch.device(device)
+    first, x, _ = (value.bfloat16() for value in _problem(where))  # the rows of gate and up alternate
+    second, grad = first.T[:, : OUT_FEATURES // 2].contiguous(), x.flip(0)
+    got = {}
+    for tile in _quack_tiles(where):
+        inner, hidden = quack_matmul.gated_matmul(x, first, tile)
+        gradient = quack_matmul.gated_matmul_gradient(grad, second, inner, tile)
+        got[tile] = {"inner": inner, "hidden": hidden, "inner gradient": gradient}
+    inner = (x.double() @ first.double().T).requires_grad_()
+    hidden = F.silu(inner[:, 0::2]) * inner[:, 1::2]
+    (gradient,) = torch.autograd.grad(hidden, inner, grad.double() @ second.double())
+    return _compare_tiles(got, {"inner": inner, "hidden": hidden, "inner gradient": gradient})
+
+
+def _quack_tiles(device: torch.device) -> tuple[MatmulTile, ...]:
+    """Return the tiles of a device. Raises RuntimeError if it has none."""
+    if not (tiles := quack_matmul.tiles_of(device)):
+        raise RuntimeError("quack-kernels needs a GPU of compute capability 9, 10 or 12")
+    return tiles
+
+
+def _compare_tiles(got: Mapping[MatmulTile, Mapping[str, Tensor]], truth: Mapping[str, Tensor]) -> Result:
+    """Compare the tensors of each tile with the same reference."""
+    labels = {tile: f"{tile.rows} x {tile.columns}{', ping-pong' if tile.pingpong else ''}" for tile in got}
+    pairs = [(f"{name} ({labels[tile]})", tile, name) for tile in got for name in truth]
+    return compare(
+        {label: got[tile][name] for label, tile, name in pairs},
+        {label: truth[name] for label, _, name in pairs},
+        BF16_TOLERANCE,
+    )
 
 
 def _problem(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:

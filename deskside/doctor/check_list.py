@@ -95,6 +95,15 @@ LIBRARIES = (
             ("flash_attn_4_window", "flash-attn-4, window", "flash_attention_4", {"window": True}),
         ),
     ),
+    Library(
+        "quack",
+        "quack-kernels",
+        "pip install 'deskside[quack]'",
+        (
+            ("quack_linear", "quack-kernels linear layer", "quack_linear", {}),
+            ("quack_gate", "quack-kernels gated MLP", "quack_gate", {}),
+        ),
+    ),
 )
 GEMM, ATTENTION = "deskside.doctor.check_gemm", "deskside.doctor.check_attention"
 TRAINING, LIBRARY = "deskside.doctor.check_training", "deskside.doctor.check_libraries"

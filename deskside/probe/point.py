@@ -34,8 +34,9 @@ from deskside.train.objective import RowDataset, TrainContext
 from deskside.train.prepare import attention_backends, setup
 from deskside.train.prepare.batch_size_finder import BatchSizeFinder, MicroBatch, StageWork
 from deskside.train.prepare.fused_tiles import choose_and_use_tiles
+from deskside.train.prepare.graph_choice import choose_graphs
 from deskside.train.prepare.matmul_backend import choose_and_use_matmul
-from deskside.train.prepare.step_planning import modelled_memory_gib, native_formats
+from deskside.train.prepare.step_planning import config_with_graphs, modelled_memory_gib, native_formats
 from deskside.utils.trials import TrialCache
 
 WARMUP_SECONDS = {"cuda": 2.0, "cpu": 1.0}
@@ -165,7 +166,10 @@ def prepare_step(
     finder = BatchSizeFinder(config, stepper, modelled_gib, notes.append)
     rows = RandomRows(config.batch.sequence_length, config.model.vocab_size)
     length, tokens = config.batch.sequence_length, config.batch.tokens
-    (fit,) = finder.find([StageWork(1.0, length, None, tokens, cast(RowDataset, rows))])
+    stages = [StageWork(1.0, length, None, tokens, cast(RowDataset, rows))]
+    (fit,) = finder.find(stages)
+    choose_graphs(finder, stages)
+    config = config_with_graphs(config, stepper.graphed is not None)
     report("compiled and fitted")
     mode = execution.mode
     return PreparedStep(config, recipe, stepper, fit, measurements, native, formats, mode, peak, notes)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from deskside.budget.format_costs import Precision
 from deskside.budget.memory import LIBRARIES, Memory, instants, training_memory
 from deskside.budget.replicas import BUCKET_WEIGHTS, IN_FLIGHT
 from deskside.budget.shape import block_matrix_params, num_params
@@ -20,7 +21,8 @@ SMALL = {
     "vocab_size": 64, "hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16,
     "intermediate_size": 256, "max_position_embeddings": 200,
 }  # fmt: skip
-POINTS = Path(__file__).parents[2] / "docs/data/2026-11-20-planner/h200_points.jsonl"
+DATA = Path(__file__).parents[2] / "docs/data"
+POINTS, GRAPHS = DATA / "2026-11-20-planner/h200_points.jsonl", DATA / "2026-11-28-graphs"
 
 
 def memory(shape: ModelConfig, micro_tokens: int, passes: int = 1, **options: Any) -> Memory:
@@ -49,6 +51,51 @@ def test_measured_peaks() -> None:
     assert len(errors) == 63
     assert max(errors) < 0.05
     assert sorted(errors)[int(0.9 * len(errors))] < 0.01
+
+
+def graphed(micro_tokens: int, precision: Precision = "bf16", **options: Any) -> dict[str, Memory]:
+    spec = StepSpec(
+        **{"sequence_length": micro_tokens, "tokens": 16 * micro_tokens, "micro_tokens": micro_tokens}
+        | {"optimizer": "adamw", "precision": precision, "copies": "step", "graphs": "on"}
+        | options
+    )
+    return instants(ModelConfig(), spec)
+
+
+@pytest.mark.parametrize("file", ["g2048", "g16384", "g16384-bf16"])
+def test_measured_memory_of_captured_passes(file: str) -> None:
+    """The peak of allocated memory without evaluations, and what the allocator keeps for a captured pass."""
+    compared = 0
+    for result in json.loads((GRAPHS / f"{file}.json").read_text("utf-8"))["results"]:
+        value = result["value"]
+        if value["cuda_graph"] != "on":
+            continue
+        found = graphed(value["micro_tokens"], value["precision"])
+        peak = max(found[name].allocated for name in ("loss", "update")) / 2**30
+        assert peak == pytest.approx(value["peak_allocated_gib"], rel=0.05)
+        note = next(note for note in value["notes"] if note.startswith("captured"))
+        number, unit = note.split("; ")[1].split()[:2]
+        reserved = float(number) * {"MiB": 2**20, "GiB": 2**30}[unit]
+        assert found["update"].items["captured pass"] == pytest.approx(0.9 * reserved, rel=0.12)
+        compared += 1
+    assert compared
+
+
+def test_a_captured_pass_is_kept_beside_what_follows_it() -> None:
+    alone, without = graphed(4096), graphed(4096, graphs="off")
+    assert "evaluation" not in without and "captured pass" not in without["update"].items
+    kept = alone["update"].items["captured pass"]
+    assert alone["evaluation"].items["captured pass"] == kept > 0
+    assert alone["update"].allocated == pytest.approx(without["update"].allocated + kept, abs=2)
+    assert alone["loss"] == without["loss"]
+    # A step of one pass is captured on one GPU, where its gradients then wait for it, and not on several.
+    one_pass = graphed(4096, tokens=4096)
+    assert one_pass["loss"].items["gradients"] == 4 * num_params(ModelConfig())
+    assert "evaluation" not in graphed(4096, tokens=2 * 4096, gpus=2)
+    two = graphed(4096, tokens=4 * 4096, gpus=2)
+    assert two["loss"].items["captured pass"] == two["update"].items["captured pass"] >= kept
+    # A run that may choose does not capture what does not fit.
+    assert graphed(4096, graphs="auto") == without
 
 
 def test_another_stack_on_the_same_shape() -> None:

@@ -17,10 +17,11 @@ from deskside.doctor import (
     check_training,
     machine_facts,
 )
-from deskside.kernels import fused
+from deskside.kernels import fused, quack_matmul
 from deskside.kernels.attention import BACKENDS, Requirements
 from deskside.optim.build import Optimizer
 from deskside.train.loop.step import Stepper
+from tests.kernels import quack_reference
 
 CPU = torch.device("cpu")
 
@@ -245,3 +246,27 @@ def test_8_bit_adamw_that_keeps_32_bit_states_is_no_success(monkeypatch: pytest.
     monkeypatch.setitem(sys.modules, "bitsandbytes", bnb)
     with pytest.raises(RuntimeError, match="no 8-bit state"):
         check_libraries.bitsandbytes_adamw("cpu")
+
+
+def test_products_of_quack_kernels_are_compared_with_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(RuntimeError, match="compute capability"):
+        check_libraries.quack_linear("cpu")
+    launched = quack_reference.use_reference(monkeypatch)
+    monkeypatch.setattr(quack_matmul, "tiles_of", lambda device: (quack_reference.TILE,))
+    linear, gate = check_libraries.quack_linear("cpu"), check_libraries.quack_gate("cpu")
+    assert linear["verdict"] == gate["verdict"] == "works"
+    assert len(linear["errors"]) == 2 and linear["speed"]["value"] > 0
+    assert len(gate["errors"]) == 3 and launched[-2:] == ["gate", "gate_gradient"]
+
+    launch = quack_matmul._launch
+
+    def without_gate(name: str, tile: Any, *operands: Tensor, out: dict[str, Tensor]) -> None:
+        launch(name, tile, *operands, out=out)
+        if name == "gate":
+            out["hidden"].copy_(out["D"][:, 1::2])
+
+    monkeypatch.setattr(quack_matmul, "_launch", without_gate)
+    result = check_libraries.quack_gate("cpu")
+    assert result["verdict"] == "wrong numbers" and result["reason"].startswith(
+        "hidden (128 x 128, ping-pong) "
+    )

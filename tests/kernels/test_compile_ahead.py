@@ -1,6 +1,7 @@
 """Kernels are compiled in threads without a launch, by Triton's own compiler for a GPU that this machine lacks."""
 
 import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,19 +84,24 @@ def wrong(X, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
 def test_kernels_are_compiled_by_threads_and_not_launched(
     driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    threads = set()
+    threads, errors = set(), []
     ended = threading.Event()  # a kernel that is compiled before the computation ends is launched within it
     preload = triton.runtime.jit.JITFunction.preload
 
     def watched(self: Any, data: str) -> Any:
         threads.add(threading.current_thread().name)
-        assert ended.wait(60)
-        return preload(self, data)
+        try:
+            assert ended.wait(60)
+            return preload(self, data)
+        except Exception:  # which the next launch would raise
+            errors.append(traceback.format_exc())
+            raise
 
     monkeypatch.setattr(triton.runtime.jit.JITFunction, "preload", watched)
     with compile_ahead(CUDA):
         computation()
         ended.set()
+    assert not errors, "\n".join(errors)
     assert sorted(driver.launchers) == KERNELS and driver.launched == []
     assert threads and threading.main_thread().name not in threads
 

@@ -262,13 +262,16 @@ def test_weights_make_room_for_their_average_on_the_host(
     assert on_device and set(on_device) == {cuda_graph == "off"}
 
 
-def test_a_measured_step_is_replayed(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("asked", ["on", "auto"])
+def test_a_measured_step_is_replayed(asked: str, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`benchmarks.step` and the probe time steps this way. The lines about captures are among the notes."""
     losses = []
-    for cuda_graph in ("off", "on"):
-        if cuda_graph == "on":
+    monkeypatch.setattr(graph_choice, "host_share", lambda finder, stage: 1.0)
+    for cuda_graph in ("off", asked):
+        if cuda_graph != "off":
             allow_a_cpu(monkeypatch, Checking)
         prepared = prepare_step(settings(data, cuda_graph))
+        assert prepared.config.compute.cuda_graph == ("off" if cuda_graph == "off" else "on")
         world, fit = prepared.stepper.world, prepared.fit
         batches = random_batches(prepared.rows, fit.micro_rows, prepared.rows_per_step, world)
         timer = StepTimer(prepared.stepper, batches, fit.accumulation, Sensors(world.device))

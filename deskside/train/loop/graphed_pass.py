@@ -18,8 +18,7 @@ replicas, whose backward sends gradients while it runs.
 Whatever else determines the operations of a pass is part of its `PassKind`. If that changes, the graphs are dropped and
 the pass is captured again. The activations of a captured pass stay reserved until then, also during updates and
 evaluations; with several replicas, those of the last pass of a step need memory besides. The search for the micro-batch
-leaves room for both (`GraphedPass.reserving`). The planner counts neither, only the gradients, which exist all the time
-(as in a step of several passes without graphs).
+leaves room for both (`GraphedPass.reserving`), and the planner counts them (`budget/memory.py`).
 """
 
 import contextlib

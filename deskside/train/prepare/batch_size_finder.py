@@ -345,15 +345,19 @@ class BatchSizeFinder:
             del block
             torch.cuda.empty_cache()
 
-    def reserve_captured(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager in which dry steps leave room for what a captured pass keeps; see `GraphedPass`.
+    @contextlib.contextmanager
+    def reserve_captured(self) -> Iterator[None]:
+        """Context manager in which dry steps leave room for what a captured pass keeps; see `GraphedPass`.
 
-        It is not for steps that are timed: if memory is scarce, reserving it frees torch's cache, which slows the next
-        step.
+        It is not for steps that are timed, as it empties torch's cache, which would keep the memory that was reserved.
         """
         if self.stepper.graphed is None:
-            return contextlib.nullcontext()
-        return self.stepper.graphed.reserving()
+            yield
+            return
+        with self.stepper.graphed.reserving():
+            yield
+        if self.world.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def objective_reserved_bytes(self) -> int:
         """Return the GPU memory that the objective will allocate and keep; 0 on a CPU."""

@@ -234,9 +234,7 @@ def step_spec(
     """Return the step whose memory `modelled_memory_gib` returns."""
     options = step_options(config)
     own_tokens = micro_tokens // options["context"]
-    # More than two passes need no more memory. With graphs, gradients exist from the start of the first pass on.
-    one_pass = own_tokens * processes >= config.batch.tokens and config.compute.cuda_graph != "on"
-    passes = 1 if one_pass else 2
+    passes = 1 if own_tokens * processes >= config.batch.tokens else 2  # more than two need no more memory
     precision, layers = cast("Precision", recipe), config.model.num_hidden_layers
     kept = recipe_of(config, precision).kept_blocks(layers) if quantized(precision) else (0, 0)
     formats = format_options(config, precision, native, mode == "fused")

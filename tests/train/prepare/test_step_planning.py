@@ -36,7 +36,7 @@ def test_passes_are_counted_per_process(processes: int, sharded: bool, passes: i
 
 
 def test_gradients_of_a_graph_exist_from_the_start_of_its_pass() -> None:
-    """A step of one pass then needs what one of several passes does."""
+    """A step of one pass then needs what one of several passes does, and both need more than without a graph."""
 
     def modelled(passes: int, cuda_graph: str) -> float:
         tokens = 64 * ROWS  # of a pass, so that the peak is not in the update
@@ -44,7 +44,7 @@ def test_gradients_of_a_graph_exist_from_the_start_of_its_pass() -> None:
         config = merge.build([{"batch": batch, "compute": {"cuda_graph": cuda_graph}}])
         return modelled_memory_gib(config, tokens, "bf16", "fused", ())
 
-    assert modelled(1, "off") < modelled(1, "on") == modelled(4, "on") == modelled(4, "off")
+    assert modelled(1, "off") < modelled(4, "off") < modelled(1, "on") == modelled(4, "on")
 
 
 def test_one_process() -> None:
