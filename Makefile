@@ -3,9 +3,15 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# pip would compile all files of all packages, one after the other. Here the largest are compiled on all cores, and the
+# others when they are first imported. So compiled files must be written, whatever the environment says.
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+LARGE_PACKAGES := torch transformers scipy pandas sklearn numpy
+unexport PYTHONDONTWRITEBYTECODE
 # transformer-engine's Python sources are an oracle for NVFP4. Installed as a package without its compiled library, it
 # would break `import peft`, which asks for it; here nothing finds it but the tests.
-ORACLES = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/deskside_oracles
+SITE_PACKAGES = $(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+ORACLES = $(SITE_PACKAGES)/deskside_oracles
 
 .PHONY: install demo test test-full lint docs clean
 
@@ -15,10 +21,11 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit('deskside needs Python 3.11 or newer: make PYTHON=python3.12') if sys.version_info < (3, 11) else None"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target "$(ORACLES)" transformer-engine==2.20.2
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target "$(ORACLES)/megatron_core" megatron-core==0.16.1
+	$(PIP) --constraint constraints.txt torch==2.13.0
+	$(PIP) --constraint constraints.txt --editable '.[dev]'
+	$(PIP) --no-deps --upgrade --target "$(ORACLES)" transformer-engine==2.20.2
+	$(PIP) --no-deps --upgrade --target "$(ORACLES)/megatron_core" megatron-core==0.16.1
+	$(BIN)/python -m compileall -q -j 0 -x py312 $(addprefix $(SITE_PACKAGES)/,$(LARGE_PACKAGES)) deskside
 	touch $(STAMP)
 
 demo: install
