@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -24,14 +25,25 @@ def test_clean(command: list[str]) -> None:
     assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout}{done.stderr}"
 
 
-def test_comments_stand_above_statements_that_they_would_break() -> None:
-    """A long comment after a statement makes ruff break the statement, and the comment then follows a lone bracket."""
-    pattern = re.compile(r"^\s*[\])}]+:?,?  # (?!fmt:|type:|noqa)")
-    found = [
+def lines_with(pattern: str, folders: Sequence[str]) -> list[str]:
+    """Return the places of the lines in Python files that match."""
+    return [
         f"{path.relative_to(ROOT)}:{number}"
-        for folder in ("deskside", "benchmarks", "tests")
+        for folder in folders
         for path in files(ROOT / folder, "*.py")
         for number, line in enumerate(path.read_text("utf-8").splitlines(), 1)
-        if pattern.match(line)
+        if re.match(pattern, line)
     ]
-    assert found == []
+
+
+def test_comments_stand_above_statements_that_they_would_break() -> None:
+    """A long comment after a statement makes ruff break the statement, and the comment then follows a lone bracket."""
+    assert lines_with(r"\s*[\])}]+:?,?  # (?!fmt:|type:|noqa)", ("deskside", "benchmarks", "tests")) == []
+
+
+def test_the_first_line_of_an_error_is_taken_in_one_place() -> None:
+    """`utils.errors.first_line`: an error without a message has no first line."""
+    found = lines_with(r".*(str\(error\)|error\.args).*splitlines\(\)(?!.*\[-1\])", ("deskside",))
+    # main.py says nothing for an error without a message, and megatron.py takes the last line.
+    allowed = {"deskside/cli/main.py", "deskside/export/megatron.py", "deskside/utils/errors.py"}
+    assert {place.split(":")[0] for place in found} == allowed

@@ -36,7 +36,7 @@ def all_commands() -> Iterator[tuple[Command[Any], str]]:
         module = import_module(module_name)
         if hasattr(module, "COMMANDS"):  # `data` has subcommands
             for command in module.COMMANDS.values():
-                yield command, command.options.__doc__.splitlines()[0]
+                yield command, command.summary
         else:
             yield module.COMMAND, about
 

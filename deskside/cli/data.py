@@ -16,7 +16,7 @@ from deskside.cli import data_curate
 from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption
-from deskside.cli.subcommands import choose_subcommand
+from deskside.cli.subcommands import run_subcommand
 from deskside.data.corpus.heldout import validation_warnings
 from deskside.data.reading import shards
 from deskside.utils import hub
@@ -129,17 +129,14 @@ COMMANDS: dict[str, Command[Any]] = {
 
 def run(argv: Sequence[str]) -> int:
     """Run `deskside data` and return the exit code. Raises UsageError and RunError."""
-    summaries = {name: (command.options.__doc__ or "").splitlines()[0] for name, command in COMMANDS.items()}
-    name = choose_subcommand(
-        summaries, argv, "deskside data", "Curate text; prepare, verify and show datasets."
-    )
     functions: dict[str, Callable[[Any], int]] = {
         "curate": lambda options: data_curate.run(options, _line_limit(options.max_line_mb)),
         "prepare": _prepare,
         "verify": _verify,
         "show": _show,
     }
-    return functions[name](COMMANDS[name].parse(argv[1:]))
+    about = "Curate text; prepare, verify and show datasets."
+    return run_subcommand(COMMANDS, functions, argv, "deskside data", about)
 
 
 def _prepare(options: PrepareOptions) -> int:

@@ -15,7 +15,7 @@ from deskside.cli.answer import print_answer
 from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption
-from deskside.cli.subcommands import choose_subcommand
+from deskside.cli.subcommands import run_subcommand
 from deskside.utils.format import count, plural
 from deskside.utils.printer import Printer
 
@@ -63,12 +63,9 @@ COMMANDS: dict[str, Command[Any]] = {
 
 def run(argv: Sequence[str]) -> int:
     """Run `deskside facts` and return the exit code. Raises UsageError and RunError."""
-    summaries = {name: (command.options.__doc__ or "").splitlines()[0] for name, command in COMMANDS.items()}
-    name = choose_subcommand(
-        summaries, argv, "deskside facts", "Measurements that owners of other cards shared."
-    )
     functions: dict[str, Callable[[Any], int]] = {"list": _list, "add": _add, "schema": _schema}
-    return functions[name](COMMANDS[name].parse(argv[1:]))
+    about = "Measurements that owners of other cards shared."
+    return run_subcommand(COMMANDS, functions, argv, "deskside facts", about)
 
 
 def _list(options: FactsListOptions) -> int:

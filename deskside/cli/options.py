@@ -79,6 +79,11 @@ class Command(Generic[Options]):
         """The command line's first words, such as "deskside data prepare"."""
         return f"deskside {self.name}"
 
+    @property
+    def summary(self) -> str:
+        """The first line of its help."""
+        return (self.options.__doc__ or "").splitlines()[0]
+
     def parse(self, argv: Sequence[str]) -> Options:
         """Return the command's own options.
 

@@ -13,7 +13,7 @@ from deskside.cli.answer import print_answer
 from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption
-from deskside.cli.subcommands import choose_subcommand
+from deskside.cli.subcommands import run_subcommand
 from deskside.facts.records import FILE, LossRecord, corpora, find_record, records
 from deskside.utils.console import say
 from deskside.utils.errors import UsageError
@@ -88,12 +88,9 @@ def run(argv: Sequence[str]) -> int:
     """Run `deskside records` and return the exit code. Raises UsageError and RunError."""
     if not argv or (argv[0].startswith("-") and argv[0] not in ("-h", "--help")):
         argv = ["list", *argv]
-    summaries = {name: (command.options.__doc__ or "").splitlines()[0] for name, command in COMMANDS.items()}
-    name = choose_subcommand(
-        summaries, argv, "deskside records", "The lowest bits per byte within a time limit on one card."
-    )
     functions: dict[str, Callable[[Any], int]] = {"list": _list, "replay": _replay, "add": _add}
-    return functions[name](COMMANDS[name].parse(argv[1:]))
+    about = "The lowest bits per byte within a time limit on one card."
+    return run_subcommand(COMMANDS, functions, argv, "deskside records", about)
 
 
 def train_command(record: LossRecord) -> str:

@@ -1,11 +1,30 @@
 """Commands with subcommands, such as `deskside data prepare`."""
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from deskside.cli.help_text import columns
+from deskside.cli.options import Command
 from deskside.cli.suggestions import command_hint
 from deskside.utils.errors import UsageError
+
+
+def run_subcommand(
+    commands: Mapping[str, Command[Any]],
+    functions: Mapping[str, Callable[[Any], int]],
+    argv: Sequence[str],
+    prog: str,
+    description: str,
+) -> int:
+    """Call the function of the subcommand that argv begins with. Return its exit code.
+
+    functions: called with the options that the subcommand of the same name has parsed. Raises as `choose_subcommand`.
+    """
+    name = choose_subcommand(
+        {name: command.summary for name, command in commands.items()}, argv, prog, description
+    )
+    return functions[name](commands[name].parse(argv[1:]))
 
 
 def choose_subcommand(commands: Mapping[str, str], argv: Sequence[str], prog: str, description: str) -> str:

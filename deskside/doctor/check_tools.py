@@ -17,7 +17,7 @@ from torch import Tensor
 from deskside.kernels.functional import create_cuda_context_for_autograd
 from deskside.train.loop.step import DeviceEvent
 from deskside.utils.child_process import is_out_of_memory
-from deskside.utils.errors import RunError, UsageError
+from deskside.utils.errors import RunError, UsageError, first_line
 
 Result = dict[str, Any]  # verdict, reason, errors, tolerance, speed, details; plain JSON
 
@@ -52,16 +52,10 @@ def run_check(target: str, arguments: Mapping[str, Any]) -> Result:
         result: Result = getattr(import_module(module), function)(**arguments)
     except UNSUPPORTED_ERRORS as error:
         verdict = "out of memory" if is_out_of_memory(error) else "unsupported"
-        result = {"verdict": verdict, "reason": first_line(error)}
+        result = {"verdict": verdict, "reason": first_line(error)[:MAX_REASON_LENGTH]}
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return {**result, "seconds": round(time.perf_counter() - began, 2)}
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its class without one; at most `MAX_REASON_LENGTH` characters."""
-    first = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
-    return first[:MAX_REASON_LENGTH]
 
 
 def compare(got: Mapping[str, Tensor], truth: Mapping[str, Tensor], tolerance: float) -> Result:

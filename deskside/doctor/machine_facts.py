@@ -14,6 +14,7 @@ import torch
 from deskside.doctor import check_attention, nvml
 from deskside.facts.gpus import find_device
 from deskside.train import environment_record
+from deskside.utils.errors import first_line
 from deskside.utils.host_memory import available_bytes, limit_bytes
 from deskside.utils.machine import package_version
 
@@ -57,7 +58,7 @@ def _cuda_error() -> str:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:
-        return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return first_line(error)
     return ""
 
 

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from deskside.utils.errors import RunError, UsageError
+from deskside.utils.errors import RunError, UsageError, first_line
 from deskside.utils.hub import ask
 from deskside.weights.hf import EXPORT_MANIFEST
 
@@ -64,4 +64,4 @@ def _why(error: Any) -> str:
         return f"{constants.ENDPOINT} refuses the token ({status}); give one with write access as HF_TOKEN"
     if status is not None:
         return f"{constants.ENDPOINT} answers {status}"
-    return f"{constants.ENDPOINT} cannot be reached ({str(error).splitlines()[0] if str(error) else error!r})"
+    return f"{constants.ENDPOINT} cannot be reached ({first_line(error)})"

@@ -28,7 +28,7 @@ from deskside.precision.quantized_linear import Shared
 from deskside.precision.quantized_operand import Draws
 from deskside.precision.scales import CURRENT_SCALING_STEPS, DelayedScales
 from deskside.precision.sorted_operand import SortedRows
-from deskside.utils.errors import UsageError
+from deskside.utils.errors import UsageError, first_line
 
 ROWS, IN_FEATURES, OUT_FEATURES, EXPERTS = 256, 256, 384, 4
 STEPS = CURRENT_SCALING_STEPS + 1  # the last one is checked, because it is the first with delayed scales
@@ -272,8 +272,7 @@ def _compare(
     except torch.OutOfMemoryError:
         raise  # not a fault of the recipe
     except (RuntimeError, ValueError, UsageError) as error:  # torch refuses some arguments with a ValueError
-        first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        return CheckResult(False, {}, f"cannot run here: {first_line}")
+        return CheckResult(False, {}, f"cannot run here: {first_line(error)}")
     errors: dict[str, float] = {}
     problems: list[str] = []
     for (name, truth), result in zip(expected.items(), results, strict=True):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from deskside.train.parallel import World
 from deskside.utils import launched
-from deskside.utils.errors import RunError, UsageError
+from deskside.utils.errors import RunError, UsageError, first_line
 from deskside.utils.parsing import json_value
 
 WAIT_SECONDS = 300.0  # for the processes of other nodes to start
@@ -79,7 +79,7 @@ def explain_lost_process(run: Path) -> Iterator[None]:
         lost = isinstance(error, dist.DistError) or "gloo" in str(error)
         if not lost or launched.is_launched():
             raise
-        cause = str(error).splitlines()[0][:200]
+        cause = first_line(error)[:200]
         raise RunError(
             f"another process of this run has ended or cannot be reached ({cause}); its node says why; then start all "
             f"nodes again with --resume {run}"

@@ -27,6 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from deskside.utils.errors import first_line
 from deskside.utils.parsing import Unreadable, json_value
 from deskside.utils.quick_start import quick_imports
 
@@ -130,9 +131,8 @@ def _run_child(target: str, answer: Path) -> None:
 def _report_error(
     answer: Path, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    first_line = (str(error).strip() or kind.__name__).splitlines()[0]
     status = "oom" if is_out_of_memory(error) else "failed"
-    _write(answer, {"status": status, "value": None, "error": f"{kind.__name__}: {first_line}"[:500]})
+    _write(answer, {"status": status, "value": None, "error": f"{kind.__name__}: {first_line(error)}"[:500]})
     sys.__excepthook__(kind, error, trace)
 
 

@@ -25,7 +25,12 @@ class ProcessError(RunError):
         self.exit_code = exit_code
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an exception's message, or its type without one."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def describe_error(error: BaseException) -> str:
     """Return an exception as one line: its type and the first line of its message, shortened to 200 characters."""
-    first_line = (str(error).splitlines() or [""])[0][:200]
-    return f"{type(error).__name__}: {first_line}" if first_line else type(error).__name__
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line[:200]}"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deskside.utils.console import say
-from deskside.utils.errors import RunError, UsageError
+from deskside.utils.errors import RunError, UsageError, first_line
 from deskside.utils.parsing import read_json_object
 
 Need = Literal["model", "tokenizer", "config"]
@@ -175,10 +175,10 @@ def _reason(model: HubModel, error: Exception) -> str:
     if isinstance(error, errors.RevisionNotFoundError):
         raise UsageError(f"{model.name}: has no revision {model.revision}; see {url}/tree/main") from None
     if isinstance(error, errors.HFValidationError):
-        raise UsageError(f"{model}: is not a name of the hub: {str(error).splitlines()[0]}") from None
+        raise UsageError(f"{model}: is not a name of the hub: {first_line(error)}") from None
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is None and isinstance(error, ValueError):  # such as the login page of a network
-        return f"{constants.ENDPOINT} does not answer as a hub does ({str(error).splitlines()[0]})"
+        return f"{constants.ENDPOINT} does not answer as a hub does ({first_line(error)})"
     return f"{constants.ENDPOINT} " + ("cannot be reached" if status is None else f"answers {status}")
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from deskside.utils.errors import RunError, UsageError
+from deskside.utils.errors import RunError, UsageError, first_line
 
 # Of nested lists and objects; far below the recursion limit, so that functions can walk a value.
 MAX_DEPTH = 100
@@ -125,11 +125,10 @@ def _finite(number: str) -> float:
 def _one_line(error: ValueError) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"it is not UTF-8 (byte {error.start})"
-    first_line = next(iter(str(error).splitlines()), type(error).__name__)
-    # Python's limit on the digits of an integer, 4300 by default
-    if first_line.startswith("Exceeds the limit"):
+    line = first_line(error)
+    if line.startswith("Exceeds the limit"):  # of Python on the digits of an integer, 4300 by default
         return "it has an integer of more digits than Python reads"
-    return first_line[:300]
+    return line[:300]
 
 
 def _check_depth(value: Any) -> None:

@@ -17,7 +17,8 @@ from deskside.data.reading.loader import Batch
 from deskside.optim.build import build
 from deskside.precision.convert import convert
 from deskside.train import training_run
-from deskside.train.loop.graphed_pass import CudaGraphPool, Graph, TargetCount
+from deskside.train.loop.graph_pool import CudaGraphPool, Graph
+from deskside.train.loop.graphed_pass import TargetCount
 from deskside.train.loop.guard import Guard
 from deskside.train.loop.step import Stepper
 from deskside.train.objective import TrainContext

@@ -26,7 +26,7 @@ from deskside.data.chat.messages import Conversation, NotRendered
 from deskside.data.chat.template_support import NAMED_TOKENS, TRIAL_WORD, TemplateSupport
 from deskside.data.encoder import Encoder, ReferenceEncoder
 from deskside.data.tokenizer import read_config
-from deskside.utils.errors import RunError, UsageError, describe_error
+from deskside.utils.errors import RunError, UsageError, describe_error, first_line
 
 TEMPLATE = "chat_template.jinja"
 
@@ -167,7 +167,7 @@ class Renderer:
                 **conversation.chat_template_kwargs,
             )
         except TemplateError as error:  # includes raise_exception in the template
-            raise RefusedByTemplate((str(error).splitlines() or [type(error).__name__])[0][:160]) from None
+            raise RefusedByTemplate(first_line(error)[:160]) from None
         except Exception as error:  # noqa: BLE001 - an expression may raise anything, from 1/0 to MemoryError
             raise RefusedByTemplate(describe_error(error)) from None
         return str(texts[0]), list(spans[0]) if spans else []

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 from deskside.data.corpus.bad_input import BAD_JSON, DAMAGED_FILE, MISSING, NOT_UTF8, TOO_LONG, BadInputLog
 from deskside.data.corpus.lines import LONG_LINE, iter_lines, parse_long, utf8_error
 from deskside.data.corpus.sources import TEXT_KINDS, Source, kind_of
-from deskside.utils.errors import UsageError
+from deskside.utils.errors import UsageError, first_line
 from deskside.utils.parsing import json_value
 
 LINE_LIMIT = 256_000_000  # bytes of one line, text file, parquet cell or hub row
@@ -118,10 +118,9 @@ def _hub_rows(source: Source) -> Iterator[Any]:
     try:
         yield from map(without_nulls, datasets.load_dataset(name, config, split=split, streaming=True))
     except (OSError, ValueError) as error:  # the base classes of the errors of `datasets`
-        reason = str(error).splitlines()[0][:160] if str(error) else type(error).__name__
         raise UsageError(
-            f"{source.spec}: the hub's data set cannot be read ({reason}). Check the name, config and split and the "
-            "network; without a network, download its files elsewhere and give their paths instead."
+            f"{source.spec}: the hub's data set cannot be read ({first_line(error)[:160]}). Check the name, config and "
+            "split and the network; without a network, download its files elsewhere and give their paths instead."
         ) from error
 
 

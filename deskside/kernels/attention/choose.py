@@ -27,7 +27,7 @@ from deskside.kernels.attention.context import (
     prepare,
 )
 from deskside.kernels.functional import create_cuda_context_for_autograd, gradients
-from deskside.utils.errors import RunError
+from deskside.utils.errors import RunError, first_line
 
 # Relative Frobenius error against float32. In bfloat16, rounding q, k, v, p and o gives about 3e-3, and the sums of the
 # gradients 2e-3. A wrong mask, scale or head mapping gives more than 1e-1.
@@ -142,8 +142,7 @@ def choose(
             not_tried[backend.name] = "out of memory"
         except (RuntimeError, ValueError, TypeError) as error:
             # A kernel that this device or torch version cannot run raises one of these; the reason is recorded.
-            first_line = next(iter(str(error).strip().splitlines()), type(error).__name__)
-            rejected[backend.name] = f"failed: {first_line}"
+            rejected[backend.name] = f"failed: {first_line(error)}"
     if not seconds:
         reasons = "; ".join(f"{name} {reason}" for name, reason in (rejected | not_tried).items())
         raise RunError(

@@ -22,6 +22,7 @@ from torch import Tensor
 from deskside.kernels.attention.context import AttentionBackend, AttentionContext, FwdBwd, Saved, register
 from deskside.kernels.attention.sdpa import HALF
 from deskside.kernels.cute_dsl import keep_compiled_kernels
+from deskside.utils.errors import first_line
 
 Kernel = Callable[..., Any]
 
@@ -57,7 +58,7 @@ def _forward(
     try:
         o, lse = forward(q, k, v, return_lse=True, **options)[:2]
     except refusals as error:
-        raise RuntimeError(f"forward: {_first_line(error)}") from error
+        raise RuntimeError(f"forward: {first_line(error)}") from error
     return o.view(q_BTHC.shape), lse
 
 
@@ -81,7 +82,7 @@ def _backward(
     try:
         backward(q, k, v, o, grad_o, lse, dq=dq, dk=dk, dv=dv, deterministic=deterministic, **options)
     except refusals as error:
-        raise RuntimeError(f"backward: {_first_line(error)}") from error
+        raise RuntimeError(f"backward: {first_line(error)}") from error
     return gradients[0], gradients[1], gradients[2]
 
 
@@ -101,10 +102,6 @@ def _options(
         options |= {"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens}
         options |= {"max_seqlen_q": max_seqlen, "max_seqlen_k": max_seqlen}
     return options
-
-
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 forward_op = torch.library.custom_op("deskside::fa4_forward", _forward, mutates_args=())

@@ -40,7 +40,7 @@ from deskside.kernels.attention.context import (
 from deskside.kernels.attention.ranks import ContextRanks
 from deskside.kernels.attention.sdpa import FLOAT, HALF
 from deskside.kernels.functional import gradients
-from deskside.utils.errors import RunError
+from deskside.utils.errors import RunError, first_line
 
 KERNELS: dict[str, ChunkKernel] = {
     "gathered": PLAIN_CHUNKS,
@@ -129,9 +129,8 @@ def check_chunks(need: Requirements, size: int, name: str) -> None:
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as failure:
-        first_line = next(iter(str(failure).strip().splitlines()), type(failure).__name__)
         raise RunError(
-            f"parallel.context: {LIBRARIES[name]} cannot compute chunks of a row here: {first_line}; {remedy}"
+            f"parallel.context: {LIBRARIES[name]} cannot compute chunks of a row here: {first_line(failure)}; {remedy}"
         ) from failure
     if not error <= TOLERANCE[need.dtype]:
         raise RunError(

@@ -23,6 +23,7 @@ from deskside.kernels.fused.launch import ACTIVATION_IDS, capability, ceil_div, 
 from deskside.kernels.moe import moe_launch, reference, triton_grouped
 from deskside.kernels.moe.reference import Routing
 from deskside.kernels.nvfp4.matmul import TileConfig, tile_config
+from deskside.utils.errors import first_line
 
 Backend = Literal["torch", "triton", "loop"]
 FEW_ROWS = 32  # of an average expert; with fewer, most of a tile of torch's kernels is empty
@@ -98,7 +99,7 @@ def agrees(backend: Backend, device: torch.device, dtype: torch.dtype) -> bool:
     except torch.OutOfMemoryError:
         raise  # not a fault of the backend
     except (RuntimeError, TritonError) as error:
-        problem = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        problem = first_line(error)
     else:
         if all(error <= TOLERANCE[dtype] for error in errors):  # false for NaN
             return True

@@ -39,7 +39,7 @@ from deskside.study.execute.trial_process import (
     TrialProcess,
     read_outcome,
 )
-from deskside.utils.errors import RunError, UsageError
+from deskside.utils.errors import RunError, UsageError, first_line
 from deskside.utils.machine import code_version
 
 UNUSABLE = "unusable"  # status of a trial that a node cannot run, which ends the study
@@ -152,7 +152,7 @@ class RayTrial:
                 status, reason, seconds = ray.get(self._end)
             # The second one: the node died before it had started the actor.
             except (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError) as error:
-                self._lost = f"its node or process was lost: {_first_line(error)}"
+                self._lost = f"its node or process was lost: {first_line(error)}"
                 if "creation task" in str(error):  # the node has no deskside, for example
                     raise RunError(
                         f"a node cannot start trials: {str(error).strip().splitlines()[-1]}"
@@ -241,7 +241,7 @@ class RayExecutor:
             # There is none, or it has another version of Ray.
             except (ConnectionError, RuntimeError) as error:
                 raise UsageError(
-                    f"--executor ray: {_first_line(error)}; start a cluster with: ray start --head, and on the other "
+                    f"--executor ray: {first_line(error)}; start a cluster with: ray start --head, and on the other "
                     f"machines: ray start --address HOST:6379"
                 ) from None
         self._head = HeadCalls(ray.get_runtime_context().gcs_address)
@@ -321,7 +321,3 @@ class RayExecutor:
                 }
         if not self._devices:
             raise RunError("no node of the Ray cluster can run a trial: none is alive, or they have no CPUs")
-
-
-def _first_line(error: Exception) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -24,7 +24,7 @@ from deskside.config.base import first_problem
 from deskside.run.directory import RunDirectory
 from deskside.study.spec.expand import Expansion, PlannedArm, ordered_trials
 from deskside.utils import strict_json
-from deskside.utils.errors import RunError, UsageError
+from deskside.utils.errors import RunError, UsageError, first_line
 from deskside.utils.files import write_atomically
 from deskside.utils.parsing import json_value
 
@@ -152,7 +152,7 @@ class StudyFolder:
                 f"{path}: is damaged ({first_problem(error)}); restore it, or begin another study"
             ) from None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            reason = first_line(error)
             raise RunError(f"{path}: is damaged ({reason}); restore it, or begin another study") from None
 
     def run(self, arm: str, seed: int) -> Path:

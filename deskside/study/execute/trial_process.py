@@ -25,7 +25,7 @@ from typing import Any
 
 from deskside.train.prepare.preflight import set_cublas_workspace
 from deskside.utils.child_process import is_out_of_memory
-from deskside.utils.errors import RunError, UsageError
+from deskside.utils.errors import RunError, UsageError, first_line
 from deskside.utils.files import write_atomically
 from deskside.utils.parsing import json_value
 
@@ -201,7 +201,7 @@ def describe_signal(number: int) -> str:
 
 def classify(error: BaseException) -> tuple[str, str]:
     """Return (status, one-line reason) for the exception that ended a trial."""
-    text = (str(error).strip() or type(error).__name__).splitlines()[0][:500]
+    text = first_line(error)[:500]
     if _disk_is_full(error):
         return DISK_FULL, text
     if isinstance(error, UsageError):

@@ -27,7 +27,7 @@ from deskside.study.search.space import Dimension, settings_layer
 from deskside.study.search.suggestions import RUNGS, Sampler
 from deskside.study.spec.spec import Budget
 from deskside.utils import strict_json
-from deskside.utils.errors import RunError, UsageError
+from deskside.utils.errors import RunError, UsageError, first_line
 from deskside.utils.files import write_atomically
 from deskside.utils.parsing import json_value
 
@@ -150,7 +150,7 @@ class SearchFolder:
         except ValidationError as error:
             reason = first_problem(error)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = (str(error) or type(error).__name__).splitlines()[0]
+            reason = first_line(error)
         raise RunError(f"{path}: is damaged ({reason}); restore it, or begin another search") from None
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from deskside.study.search.space import Dimension
-from deskside.utils.errors import RunError, UsageError
+from deskside.utils.errors import RunError, UsageError, first_line
 
 Sampler = Literal["tpe", "random"]
 FILE = "optuna.db"
@@ -69,7 +69,7 @@ class Suggestions:
             if not self._study.trials:
                 self._study.enqueue_trial({one.name: one.default_parameter for one in space})
         except SQLAlchemyError as error:
-            raise RunError(f"{folder / FILE}: cannot be used: {str(error).splitlines()[0]}") from None
+            raise RunError(f"{folder / FILE}: cannot be used: {first_line(error)}") from None
 
     def ask(self) -> tuple[int, dict[str, Any]]:
         """Return the number and the parameters of a new trial. The first one has the default of every key."""

@@ -16,7 +16,8 @@ from deskside.optim.build import Optimizer
 from deskside.optim.groups import classify_parameters
 from deskside.train.loop.gradient_buckets import GradientBuckets
 from deskside.train.loop.gradient_sums import GradientSums
-from deskside.train.loop.graphed_pass import GraphedPass, GraphPool, TargetCount
+from deskside.train.loop.graph_pool import GraphPool
+from deskside.train.loop.graphed_pass import GraphedPass, TargetCount
 from deskside.train.loop.host_gradients import HostGradients
 from deskside.train.loop.released_gradients import ReleasedGradients
 from deskside.train.loop.routers import Routers

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from deskside.train.loop.graphed_pass import Graph
+from deskside.train.loop.graph_pool import Graph
 
 # What waits for the device, or copies a constant of Python to it.
 FORBIDDEN = ("_local_scalar_dense", "is_nonzero", "lift_fresh", "nonzero", "randint", "bernoulli_")

@@ -19,7 +19,7 @@ from deskside.optim.build import build
 from deskside.precision.convert import convert
 from deskside.train.loop import graphed_pass
 from deskside.train.loop.gradient_buckets import Bucket
-from deskside.train.loop.graphed_pass import Graph, PassMemory
+from deskside.train.loop.graph_pool import Graph, PassMemory
 from deskside.train.loop.guard import Guard
 from deskside.train.loop.step import Stepper
 from deskside.train.objective import NextToken, TrainContext
