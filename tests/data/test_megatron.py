@@ -5,7 +5,6 @@ import resource
 import signal
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.prepare import prepare
 from deskside.data.reading.shards import EncodedDocument, SplitInfo, publish, read_index, write_shard
 from deskside.utils.errors import UsageError
+from tests.oracles import oracle
 
 # Skips the packages' own __init__.py, which import all of Megatron for several seconds.
 READ = """
@@ -34,11 +34,7 @@ TEXTS = [f"Document {number} says: {'la ' * (number % 7)}end." for number in ran
 
 def read(prefix: Path) -> tuple[list[list[int]], list[int], str]:
     """Return what megatron-core reads: the sequences, the table of documents, and the type."""
-    oracles = find_spec("deskside_oracles")
-    folders = [Path(each) / "megatron_core" for each in oracles.submodule_search_locations] if oracles else []
-    folder = next((each for each in folders if each.is_dir()), None)
-    if folder is None:
-        pytest.skip("megatron-core is not installed; make install does that")
+    folder = oracle("megatron_core")
     done = subprocess.run(
         [sys.executable, "-c", READ, str(prefix), str(folder)], capture_output=True, text=True
     )

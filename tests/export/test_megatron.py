@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from deskside.utils.errors import UsageError
 from deskside.weights.hf import load_hf, save_hf, to_hf
 from tests.data.chat_tokenizer import make as make_tokenizer
 from tests.export.test_hf_parity import GEMMA2, random_model
+from tests.oracles import oracle
 
 CASES: dict[str, dict[str, Any]] = {
     "qwen3": {"rope_theta": 1e6},
@@ -83,11 +83,7 @@ def test_the_layouts_are_inverse(case: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_megatron_computes_the_same(tmp_path: Path) -> None:
-    oracles = find_spec("deskside_oracles")
-    folders = [Path(each) / "megatron_core" for each in oracles.submodule_search_locations] if oracles else []
-    folder = next((each for each in folders if each.is_dir()), None)
-    if folder is None:
-        pytest.skip("megatron-core is not installed; make install does that")
+    folder = oracle("megatron_core")
     ids = torch.randint(0, 512, (2, 24), generator=torch.Generator().manual_seed(0))
     ours = {}
     for name, case in CASES.items():

@@ -12,23 +12,18 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-import pytest
+from tests.oracles import oracle
 
 
-@cache
 def folder() -> Path:
     """Return the folder of the sources. Skips the test if they are not installed.
 
-    `make install` puts them into a separate folder: if the package is found under its usual name but lacks
-    its compiled library, `import peft` fails.
+    If the package is found under its usual name but lacks its compiled library, `import peft` fails.
     """
-    for name in ("deskside_oracles", "transformer_engine"):
-        found = importlib.util.find_spec(name)
-        for location in (found.submodule_search_locations if found is not None else None) or ():
-            sources = Path(location) / "transformer_engine" if name == "deskside_oracles" else Path(location)
-            if sources.is_dir():
-                return sources
-    pytest.skip("needs the sources of transformer-engine (make install)")
+    spec = importlib.util.find_spec("transformer_engine")
+    for location in (spec.submodule_search_locations if spec is not None else None) or ():
+        return Path(location)
+    return oracle("transformer_engine")
 
 
 def signature(file: str, *path: str) -> inspect.Signature:
