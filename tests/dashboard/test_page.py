@@ -21,6 +21,9 @@ from tests.dashboard import made_up
 APP = Path(deskside.dashboard.__file__).with_name("page.py")
 Draw = Callable[..., AppTest]
 NAMES = [spec.name for spec in PAGES]
+SOME_NAMES = [
+    pytest.param(name, marks=[pytest.mark.full] if number % 3 else []) for number, name in enumerate(NAMES)
+]
 STUDY_PAGES = [spec.name for spec in PAGES if spec.of_study]
 FILTERED_PAGES = [spec.name for spec in PAGES if spec.of_study and spec.filters_arms]
 
@@ -65,7 +68,7 @@ def text(page: AppTest) -> str:
     return "\n".join(str(element.value) for kind in kinds for element in kind)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SOME_NAMES)
 def test_an_empty_directory_says_what_to_run(tmp_path: Path, draw: Draw, name: str) -> None:
     said = text(draw(tmp_path, name))
     if name == "learning":  # the same for every directory
@@ -88,7 +91,7 @@ def test_a_study_beside_broken_ones(tmp_path: Path, draw: Draw, name: str) -> No
         assert {"studies/broken", "studies/odd", "studies/begun", "runs/garbage"} == set(told["directory"])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SOME_NAMES)
 def test_only_broken_ones(tmp_path: Path, draw: Draw, name: str) -> None:
     made_up.broken(tmp_path)
     draw(tmp_path, name)

@@ -186,7 +186,7 @@ SAID: list[tuple[str, list[str], list[str], tuple[str | None, str | None, list[s
 ]
 
 
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stream", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("case", SAID, ids=[f"{n}-{case[0]}" for n, case in enumerate(SAID)])
 def test_parts_of_answers(
     case: tuple[str, list[str], list[str], tuple[str | None, str | None, list[str]]],

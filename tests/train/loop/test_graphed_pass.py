@@ -138,7 +138,7 @@ def compare(pool: type[StandInPool], arguments: tuple[Any, ...], passes: int, **
 
 
 @pytest.mark.parametrize("pool", KINDS)
-@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("passes", [pytest.param(1, marks=pytest.mark.full), 2])
 @pytest.mark.parametrize(
     ("recipe", "documents"),
     [
@@ -512,8 +512,16 @@ def not_ended() -> Exception:
     [
         (out_of_memory, "CUDA out of memory"),
         (not_ended, "CUDA out of memory"),
-        (lambda: torch.AcceleratorError("CUDA error: out of memory\nmore"), "CUDA error: out of memory"),
-        (lambda: RuntimeError("Triton Error [CUDA]: out of memory"), "Triton Error [CUDA]: out of memory"),
+        pytest.param(
+            lambda: torch.AcceleratorError("CUDA error: out of memory\nmore"),
+            "CUDA error: out of memory",
+            marks=pytest.mark.full,
+        ),
+        pytest.param(
+            lambda: RuntimeError("Triton Error [CUDA]: out of memory"),
+            "Triton Error [CUDA]: out of memory",
+            marks=pytest.mark.full,
+        ),
         (
             lambda: RuntimeError(
                 "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
