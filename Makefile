@@ -6,8 +6,11 @@ STAMP := $(VENV)/.installed
 # pip would compile all files of all packages, one after the other. Here the largest are compiled on all cores, and the
 # others when they are first imported. So compiled files must be written, whatever the environment says.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+COMPILE := $(BIN)/python -m compileall -q -j 0 -x py312
 LARGE_PACKAGES := torch transformers scipy pandas sklearn numpy
 unexport PYTHONDONTWRITEBYTECODE
+# For the shell: make expands a whole recipe before it runs the first line, when there is no environment yet.
+SITE_PACKAGES := $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 # A test whose reference implementation `make install` installs fails without it, instead of being skipped.
 export DESKSIDE_REQUIRE_ORACLES := 1
 
@@ -17,18 +20,16 @@ install: $(STAMP)
 
 # constraints.txt pins what is tested. Plain pip on purpose: torch comes from wherever pip is set up to take it.
 # transformer-engine's Python sources are an oracle for NVFP4. Installed as a package without its compiled library, it
-# would break `import peft`, which asks for it; in deskside_oracles nothing finds it but the tests. The folder is found
-# by the shell, because make expands a whole recipe before the environment exists.
-$(STAMP): pyproject.toml constraints.txt
+# would break `import peft`, which asks for it; in deskside_oracles nothing finds it but the tests.
+$(STAMP): Makefile pyproject.toml constraints.txt
 	$(PYTHON) -c "import sys; sys.exit('deskside needs Python 3.11 or newer: make PYTHON=python3.12') if sys.version_info < (3, 11) else None"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) --constraint constraints.txt torch==2.13.0
 	$(PIP) --constraint constraints.txt --editable '.[dev]'
-	site=$$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))") && \
-	$(PIP) --no-deps --upgrade --target "$$site/deskside_oracles" transformer-engine==2.20.2 && \
-	$(PIP) --no-deps --upgrade --target "$$site/deskside_oracles/megatron_core" megatron-core==0.16.1 && \
-	cd "$$site" && $(abspath $(BIN))/python -m compileall -q -j 0 -x py312 $(LARGE_PACKAGES)
-	$(BIN)/python -m compileall -q -j 0 deskside
+	$(PIP) --no-deps --upgrade --target "$(SITE_PACKAGES)/deskside_oracles" transformer-engine==2.20.2
+	$(PIP) --no-deps --upgrade --target "$(SITE_PACKAGES)/deskside_oracles/megatron_core" megatron-core==0.16.1
+	for package in $(LARGE_PACKAGES); do $(COMPILE) "$(SITE_PACKAGES)/$$package"; done || true
+	$(COMPILE) deskside
 	touch $(STAMP)
 
 demo: install

@@ -33,6 +33,7 @@ from deskside.kernels.attention import (
     attention_forward,
     prepare,
 )
+from deskside.utils.errors import first_line
 
 MEAN_DOCUMENT = 600  # mean tokens of a document (exponential distribution), close to an English web corpus
 FORWARD, BACKWARD = 4, 10  # FLOPs per visible pair, head and channel: two matmuls and five
@@ -146,7 +147,7 @@ def results(need: Requirements, backends: list[str], runs: int) -> Iterator[dict
             try:
                 timing = measure(need, name, cu_seqlens, runs)
             except (RuntimeError, ValueError, TypeError) as error:
-                reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+                reason = first_line(error)
             else:
                 both = timing.forward + timing.backward
                 row |= {f"{part}_ms": round(ms, 4) for part, ms in asdict(timing).items()}

@@ -50,7 +50,7 @@ from deskside.ops.linear import Linear
 from deskside.precision.frozen import FrozenLinear, quantize_for_generation, stored_bytes
 from deskside.precision.lora import add_adapter
 from deskside.precision.row_adapters import RowAdapters, RowChoice
-from deskside.utils.errors import UsageError
+from deskside.utils.errors import UsageError, first_line
 from deskside.weights.hf import save_hf
 
 PEERS = ("dynamic", "static", "static-eager")
@@ -278,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             save(measure(name, prepare(), work, batch, options.runs, floor(batch)))
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:
-            save({"arm": name, "batch": str(batch), "why": (str(error).splitlines() or ["?"])[0][:200]})
+            save({"arm": name, "batch": str(batch), "why": first_line(error)[:200]})
 
     longest = work.prompt + work.new
     for batch in options.batch:

@@ -94,12 +94,17 @@ def can_replay(step: StepOptions) -> bool:
     return plain and not step.sharded and "nvfp4" not in product_formats(step.precision)
 
 
+def replays_passes(spec: StepSpec) -> bool:
+    """Return True if passes are CUDA graphs: all of them, or on several GPUs all but the last of a step."""
+    return spec.graphs == "on" and spec.fused and can_replay(spec)
+
+
 def _launched_passes(spec: StepSpec) -> int:
     """Return the passes of a step whose kernels the host launches one by one.
 
     With graphs, that is only the last pass of several replicas, which sends gradients while it runs.
     """
-    if spec.graphs != "on" or not (spec.fused and can_replay(spec)):
+    if not replays_passes(spec):
         return spec.accumulation
     return 1 if spec.gpus > 1 else 0
 

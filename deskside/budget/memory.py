@@ -54,7 +54,7 @@ from deskside.budget.adapters import (
 )
 from deskside.budget.converted_weights import cached_weights, copied_weights, has_weight_cache
 from deskside.budget.format_costs import SAVED_BF16, quantized
-from deskside.budget.host import can_replay
+from deskside.budget.host import replays_passes
 from deskside.budget.replicas import bucket_bytes, update_shares
 from deskside.budget.separate_gradients import (
     STACK_BYTES,
@@ -141,8 +141,8 @@ def _full_training(s: Sizes) -> dict[str, Items]:
     spec = s.spec
     fp32 = spec.precision == "fp32"
     width = 2 if fp32 else 1  # factor on the byte counts of this module, which are for bfloat16
-    captures = captures_passes(spec)
-    several_passes = spec.accumulation > 1 or captures  # gradients exist before the first backward
+    graphs = replays_passes(spec)
+    several_passes = spec.accumulation > 1 or graphs  # gradients exist before the first backward
     checkpointing = spec.activation_checkpointing
 
     layer = LayerActivations(s, width, saved_bytes_per_value(s.shape, spec))
@@ -172,7 +172,7 @@ def _full_training(s: Sizes) -> dict[str, Items]:
 
     experts = expert_gradients(s)
     # Gradients of matrices that other GPUs update.
-    freed = spec.weight_bytes * s.block_weights * (1 - 1 / update_shares(spec))
+    freed = 0.0 if graphs else spec.weight_bytes * s.block_weights * (1 - 1 / update_shares(spec))
 
     # FSDP gathers the weights of the current block and of the next block in float32.
     libraries = s.leaf("cuBLAS workspaces", LIBRARIES)
@@ -241,9 +241,11 @@ def _full_training(s: Sizes) -> dict[str, Items]:
             "workspace": libraries + max(_muon_stack_bytes(s), summed),
         },
     }
-    if not captures:
+    if not graphs or (spec.gpus > 1 and spec.accumulation == 1):
         return steps
-    high_precision = 2 * s.block_weights if quantized(spec.precision) else 0.0  # evaluations are in BF16
+    high_precision = 0.0  # bytes of converted weights: evaluations are in BF16
+    if quantized(spec.precision) and has_weight_cache(spec):
+        high_precision = 2 * s.block_weights * spec.quantized_share(s.shape.num_hidden_layers)
     evaluation: Items = {
         **steps["update"],
         "gradients": all_gradients,
@@ -252,30 +254,19 @@ def _full_training(s: Sizes) -> dict[str, Items]:
         "logits": s.chunk_tokens * s.vocabulary * width * 2,
         "workspace": libraries,
     }
-    return _with_captured_pass(s, steps | {"evaluation": evaluation}, lasting_copies, libraries)
+    # Copies of weights last, and a captured pass does not send gradients.
+    others = {"loss": libraries, "backward": libraries + summed, "gradients": libraries + summed}
+    kept = max(_temporary(steps[name]) - other for name, other in others.items()) - lasting_copies
+    steps["evaluation"] = evaluation
+    for name, items in steps.items():
+        if spec.gpus > 1 or name not in others:  # on one GPU, all passes are replays
+            items["captured pass"] = kept
+    return steps
 
 
-def captures_passes(spec: StepSpec) -> bool:
-    """Return True if passes of a step are CUDA graphs. A run that may choose (`auto`) captures only what fits."""
-    replays = spec.gpus == 1 or spec.accumulation > 1
-    return spec.graphs == "on" and spec.fused and can_replay(spec) and replays
-
-
-def _with_captured_pass(
-    s: Sizes, steps: dict[str, Items], lasting_copies: float, libraries: float
-) -> dict[str, Items]:
-    """Return the instants with what a captured pass keeps beside them, without lasting copies of weights.
-
-    On one GPU, all passes are replays of it. On several, the last pass of a step needs memory of its own.
-    """
-    within = ("loss", "backward", "gradients")
-    temporary = ("copies", "activations", "logits", "workspace")
-    kept = max(sum(steps[name][item] for item in temporary) for name in within) - lasting_copies - libraries
-    alone = s.spec.gpus == 1
-    return {
-        name: items if alone and name in within else {**items, "captured pass": kept}
-        for name, items in steps.items()
-    }
+def _temporary(items: Items) -> float:
+    """Return the bytes that a pass frees."""
+    return sum(items[name] for name in ("copies", "activations", "logits", "workspace"))
 
 
 def _adapter_training(s: Sizes, adapter: AdapterSpec) -> dict[str, Items]:

@@ -19,7 +19,8 @@ def run_subcommand(
 ) -> int:
     """Call the function of the subcommand that argv begins with. Return its exit code.
 
-    functions: called with the options that the subcommand of the same name has parsed. Raises as `choose_subcommand`.
+    functions: called with the options that the subcommand of the same name has parsed. Raises UsageError if the
+    subcommand is missing or unknown, or its options are wrong, and what the function raises.
     """
     name = choose_subcommand(
         {name: command.summary for name, command in commands.items()}, argv, prog, description

@@ -3,6 +3,7 @@
 That a library imports and reports support for a format is not enough: its results are compared with float64.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -102,7 +103,7 @@ def bitsandbytes_nf4(device: str) -> Result:
     leaf = x.to(dtype).requires_grad_()
     output = layer(leaf)
     (dx,) = torch.autograd.grad(output, leaf, grad.to(dtype))
-    exact = {"output": x.double() @ weight.double().T, "input gradient": grad.double() @ weight.double()}
+    exact = _exact(weight, x, grad)
     return compare({"output": output, "input gradient": dx}, exact, NF4_TOLERANCE)
 
 
@@ -132,45 +133,58 @@ def quack_linear(device: str) -> Result:
     """Check products of quack-kernels with each tile that deskside uses: output and input gradient of a layer."""
     where = torch.device(device)
     weight, x, grad = (value.bfloat16() for value in _problem(where))
-    tiles = _quack_tiles(where)
-    got = {
-        tile: {
-            "output": quack_matmul.matmul(x, weight.T, tile),
-            "input gradient": quack_matmul.matmul(grad, weight, tile),
-        }
-        for tile in tiles
-    }
-    truth = {"output": x.double() @ weight.double().T, "input gradient": grad.double() @ weight.double()}
+
+    def products(tile: MatmulTile) -> dict[str, Tensor]:
+        output, x_grad = quack_matmul.matmul(x, weight.T, tile), quack_matmul.matmul(grad, weight, tile)
+        return {"output": output, "input gradient": x_grad}
+
+    got = _with_tiles(where, products)
     rows, inputs, outputs = TIMED[where.type]
     left, right = (torch.randn(count, inputs, device=where).bfloat16() for count in (rows, outputs))
     seconds = [
-        median_seconds(partial(quack_matmul.matmul, left, right.T, tile), where, runs=5) for tile in tiles
+        median_seconds(partial(quack_matmul.matmul, left, right.T, tile), where, runs=5) for tile in got
     ]
     fastest = speed(2 * rows * inputs * outputs / min(seconds), "FLOP/s")
-    return _compare_tiles(got, truth) | {"speed": fastest}
+    return _compare_tiles(got, _exact(weight, x, grad)) | {"speed": fastest}
 
 
 def quack_gate(device: str) -> Result:
     """Check SwiGLU in the epilogues of quack-kernels' products, and its gradient, with each tile."""
     where = torch.device(device)
-    first, x, _ = (value.bfloat16() for value in _problem(where))  # the rows of gate and up alternate
+    weight, x, _ = _problem(where)
+    # Rows of gate and up alternate. Inner values near 1 tell SiLU from other activations.
+    first, x = (weight / math.sqrt(IN_FEATURES)).bfloat16(), x.bfloat16()
     second, grad = first.T[:, : OUT_FEATURES // 2].contiguous(), x.flip(0)
-    got = {}
-    for tile in _quack_tiles(where):
+
+    def products(tile: MatmulTile) -> dict[str, Tensor]:
         inner, hidden = quack_matmul.gated_matmul(x, first, tile)
-        gradient = quack_matmul.gated_matmul_gradient(grad, second, inner, tile)
-        got[tile] = {"inner": inner, "hidden": hidden, "inner gradient": gradient}
+        inner_grad = quack_matmul.gated_matmul_gradient(grad, second, inner, tile)
+        return {"inner": inner, "hidden": hidden, "inner gradient": inner_grad}
+
     inner = (x.double() @ first.double().T).requires_grad_()
     hidden = F.silu(inner[:, 0::2]) * inner[:, 1::2]
-    (gradient,) = torch.autograd.grad(hidden, inner, grad.double() @ second.double())
-    return _compare_tiles(got, {"inner": inner, "hidden": hidden, "inner gradient": gradient})
+    (inner_grad,) = torch.autograd.grad(hidden, inner, grad.double() @ second.double())
+    truth = {"inner": inner, "hidden": hidden, "inner gradient": inner_grad}
+    return _compare_tiles(_with_tiles(where, products), truth)
 
 
-def _quack_tiles(device: torch.device) -> tuple[MatmulTile, ...]:
-    """Return the tiles of a device. Raises RuntimeError if it has none."""
-    if not (tiles := quack_matmul.tiles_of(device)):
-        raise RuntimeError("quack-kernels needs a GPU of compute capability 9, 10 or 12")
-    return tiles
+def _with_tiles(
+    device: torch.device, compute: Callable[[MatmulTile], dict[str, Tensor]]
+) -> dict[MatmulTile, dict[str, Tensor]]:
+    """Return the results with the tiles that the package supports here. Raises RuntimeError if there is none."""
+    needed = " or ".join(map(str, quack_matmul.TILES))
+    failure = RuntimeError(f"quack-kernels needs a GPU of compute capability {needed}")
+    results: dict[MatmulTile, dict[str, Tensor]] = {}
+    for tile in quack_matmul.tiles_of(device):
+        try:
+            results[tile] = compute(tile)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            failure = error
+    if not results:
+        raise failure
+    return results
 
 
 def _compare_tiles(got: Mapping[MatmulTile, Mapping[str, Tensor]], truth: Mapping[str, Tensor]) -> Result:
@@ -190,6 +204,11 @@ def _problem(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     shapes = ((OUT_FEATURES, IN_FEATURES), (ROWS, IN_FEATURES), (ROWS, OUT_FEATURES))
     weight, x, grad = (torch.randn(shape, generator=generator).to(device) for shape in shapes)
     return weight, x, grad
+
+
+def _exact(weight: Tensor, x: Tensor, grad: Tensor) -> dict[str, Tensor]:
+    """Return the output of a linear layer and the gradient of its input in float64."""
+    return {"output": x.double() @ weight.double().T, "input gradient": grad.double() @ weight.double()}
 
 
 def _linear(
@@ -214,11 +233,7 @@ def _linear(
     assert leaf.grad is not None
     weight_grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     got = {"output": output, "input gradient": leaf.grad, "weight gradient": weight_grad}
-    truth = {
-        "output": x.double() @ weight.double().T,
-        "input gradient": grad.double() @ weight.double(),
-        "weight gradient": grad.double().T @ x.double(),
-    }
+    truth = _exact(weight, x, grad) | {"weight gradient": grad.double().T @ x.double()}
     result = compare(got, truth, tolerance)
     rows, inputs, outputs = TIMED[device.type]
     large = make(inputs, outputs)

@@ -260,13 +260,30 @@ def test_products_of_quack_kernels_are_compared_with_float64(monkeypatch: pytest
 
     launch = quack_matmul._launch
 
-    def without_gate(name: str, tile: Any, *operands: Tensor, out: dict[str, Tensor]) -> None:
+    def gelu_for_silu(name: str, tile: Any, *operands: Tensor, out: dict[str, Tensor]) -> None:
         launch(name, tile, *operands, out=out)
         if name == "gate":
-            out["hidden"].copy_(out["D"][:, 1::2])
+            out["hidden"].copy_(torch.nn.functional.gelu(out["D"][:, 0::2]) * out["D"][:, 1::2])
 
-    monkeypatch.setattr(quack_matmul, "_launch", without_gate)
+    monkeypatch.setattr(quack_matmul, "_launch", gelu_for_silu)
     result = check_libraries.quack_gate("cpu")
     assert result["verdict"] == "wrong numbers" and result["reason"].startswith(
         "hidden (128 x 128, ping-pong) "
     )
+
+
+def test_a_tile_that_quack_kernels_does_not_support_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    quack_reference.use_reference(monkeypatch)
+    launch, other = quack_matmul._launch, quack_matmul.MatmulTile(256, 128, False, 2)
+
+    def one_tile(name: str, tile: Any, *operands: Tensor, out: dict[str, Tensor]) -> None:
+        if tile == other:
+            raise RuntimeError("quack-kernels: not supported")
+        launch(name, tile, *operands, out=out)
+
+    monkeypatch.setattr(quack_matmul, "_launch", one_tile)
+    monkeypatch.setattr(quack_matmul, "tiles_of", lambda device: (quack_reference.TILE, other))
+    assert len(check_libraries.quack_linear("cpu")["errors"]) == 2
+    monkeypatch.setattr(quack_matmul, "tiles_of", lambda device: (other,))
+    with pytest.raises(RuntimeError, match="not supported"):
+        check_libraries.quack_gate("cpu")

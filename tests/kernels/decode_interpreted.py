@@ -209,15 +209,16 @@ def experts(found: dict[str, float]) -> None:
 
 def kernels() -> dict[str, float]:
     """Return the error of each kernel."""
-    return _checked(attention, attention_from_new, long_rows, qk_norm_rope_into_cache, noise)
+    return checked(attention, attention_from_new, long_rows, qk_norm_rope_into_cache, noise)
 
 
 def engines() -> dict[str, float]:
     """Return the number of wrong tokens of each engine."""
-    return _checked(engine, experts)
+    return checked(engine, experts)
 
 
-def _checked(*checks: Callable[[dict[str, float]], None]) -> dict[str, float]:
+def checked(*checks: Callable[[dict[str, float]], None]) -> dict[str, float]:
+    """Return what these functions find."""
     torch.manual_seed(0)
     found: dict[str, float] = {}
     for check in checks:

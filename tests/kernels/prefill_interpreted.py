@@ -2,7 +2,6 @@
 float64, and an engine that uses it for prompts.
 """
 
-from collections.abc import Callable
 from unittest import mock
 
 import torch
@@ -13,7 +12,7 @@ from deskside.engine.requests import Request
 from deskside.kernels import decode_triton, prefill, prefill_triton
 from deskside.kernels.attention import PLAIN, AttentionContext
 from tests.engine.test_generate import make, plain
-from tests.kernels.decode_interpreted import NEW_TOKENS, SMALL_MODEL, error
+from tests.kernels.decode_interpreted import NEW_TOKENS, SMALL_MODEL, checked, error
 
 # Cached and new tokens of each row: none of either, and ends of pages and tiles on both sides of a boundary.
 ROWS = ((0, 70), (0, 0), (5, 1), (64, 64), (100, 40), (0, 1), (31, 33), (200, 2))
@@ -74,16 +73,9 @@ def engine(found: dict[str, float]) -> None:
 
 def kernels() -> dict[str, float]:
     """Return the error of each case."""
-    return _checked(attention)
+    return checked(attention)
 
 
 def engines() -> dict[str, float]:
     """Return the number of wrong tokens of each engine."""
-    return _checked(engine)
-
-
-def _checked(check: Callable[[dict[str, float]], None]) -> dict[str, float]:
-    torch.manual_seed(0)
-    found: dict[str, float] = {}
-    check(found)
-    return found
+    return checked(engine)

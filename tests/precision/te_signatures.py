@@ -16,14 +16,8 @@ from tests.oracles import oracle
 
 
 def folder() -> Path:
-    """Return the folder of the sources. Skips the test if they are not installed.
-
-    If the package is found under its usual name but lacks its compiled library, `import peft` fails.
-    """
-    spec = importlib.util.find_spec("transformer_engine")
-    for location in (spec.submodule_search_locations if spec is not None else None) or ():
-        return Path(location)
-    return oracle("transformer_engine")
+    """Return the folder of the sources. Skips or fails the test if they are not installed, see `oracle`."""
+    return oracle("transformer_engine", may_be_package=True)
 
 
 def signature(file: str, *path: str) -> inspect.Signature:

@@ -349,7 +349,8 @@ class BatchSizeFinder:
     def reserve_captured(self) -> Iterator[None]:
         """Context manager in which dry steps leave room for what a captured pass keeps; see `GraphedPass`.
 
-        It is not for steps that are timed, as it empties torch's cache, which would keep the memory that was reserved.
+        It is not for steps that are timed: afterwards, it empties torch's cache, where the reserved memory would stay,
+        so the next step allocates anew.
         """
         if self.stepper.graphed is None:
             yield
