@@ -106,7 +106,8 @@ def load(
 ) -> Transformer:
     """Load the model that `save` wrote, with new adapters. Raises RunError if it is missing or damaged.
 
-    Tables that train whole are not in the base, and are uninitialized.
+    Tables that train whole are not in the base. They are zero until the run's checkpoint is restored, and steps and
+    evaluations that are only timed before read them.
     """
     path = run_dir / BASE
     facts = _verify(run_dir)
@@ -122,7 +123,7 @@ def load(
                     stored = {key.removeprefix(prefix): tensors.pop(key) for key in keys}
                     setattr(parent, name, frozen_layer(child, adapter.base, stored))
     for table in saved_tables(model, adapter):
-        table.weight = nn.Parameter(torch.empty(table.weight.shape, device=device))
+        table.weight = nn.Parameter(torch.zeros(table.weight.shape, device=device))
     for module_path, module in model.named_modules():
         for leaf, parameter in list(module.named_parameters(recurse=False)):
             if parameter.is_meta:

@@ -120,8 +120,14 @@ def train(root: Path, config: RunConfig, name: str = "run", **given: Any) -> Run
 
 
 def resume(run: Path) -> RunOutcome:
+    """Resume a run in this process. New memory is NaN, so that nothing can depend on what a tensor held before."""
     deskside.STARTED = time.perf_counter()
-    return training_run.resume(run)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        return training_run.resume(run)
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def rows(run: Path) -> list[dict[str, Any]]:
