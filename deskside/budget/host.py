@@ -76,7 +76,7 @@ class HostTimes:
 
 def host_seconds(shape: Shape, spec: StepSpec, host: HostTimes) -> float:
     """Return the host seconds of a step. 0 for compiled blocks that were never host-bound."""
-    layers: float = shape.num_hidden_layers * _launched_passes(spec)
+    layers: float = shape.num_hidden_layers * launched_passes(spec)
     if isinstance(host.factor, Term):  # the planner's explanation shows the product under one name
         layers = leaf("layers x passes", layers)
     if not spec.fused:
@@ -99,7 +99,7 @@ def replays_passes(spec: StepSpec) -> bool:
     return spec.graphs == "on" and spec.fused and can_replay(spec)
 
 
-def _launched_passes(spec: StepSpec) -> int:
+def launched_passes(spec: StepSpec) -> int:
     """Return the passes of a step whose kernels the host launches one by one.
 
     With graphs, that is only the last pass of several replicas, which sends gradients while it runs.

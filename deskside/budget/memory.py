@@ -54,7 +54,7 @@ from deskside.budget.adapters import (
 )
 from deskside.budget.converted_weights import cached_weights, copied_weights, has_weight_cache
 from deskside.budget.format_costs import SAVED_BF16, quantized
-from deskside.budget.host import replays_passes
+from deskside.budget.host import launched_passes, replays_passes
 from deskside.budget.replicas import bucket_bytes, update_shares
 from deskside.budget.separate_gradients import (
     STACK_BYTES,
@@ -241,7 +241,7 @@ def _full_training(s: Sizes) -> dict[str, Items]:
             "workspace": libraries + max(_muon_stack_bytes(s), summed),
         },
     }
-    if not graphs or (spec.gpus > 1 and spec.accumulation == 1):
+    if launched_passes(spec) == spec.accumulation:
         return steps
     high_precision = 0.0  # bytes of converted weights: evaluations are in BF16
     if quantized(spec.precision) and has_weight_cache(spec):

@@ -172,8 +172,7 @@ def _with_tiles(
     device: torch.device, compute: Callable[[MatmulTile], dict[str, Tensor]]
 ) -> dict[MatmulTile, dict[str, Tensor]]:
     """Return the results with the tiles that the package supports here. Raises RuntimeError if there is none."""
-    needed = " or ".join(map(str, quack_matmul.TILES))
-    failure = RuntimeError(f"quack-kernels needs a GPU of compute capability {needed}")
+    failure = RuntimeError(f"quack-kernels needs a GPU of {quack_matmul.SUPPORTED_GPUS}")
     results: dict[MatmulTile, dict[str, Tensor]] = {}
     for tile in quack_matmul.tiles_of(device):
         try:

@@ -48,6 +48,8 @@ TILES: dict[int, tuple[MatmulTile, ...]] = {
     12: (MatmulTile(128, 128, True, 1), MatmulTile(128, 128, False, 1)),
 }
 
+SUPPORTED_GPUS = f"compute capability {', '.join(map(str, [*TILES][:-1]))} or {[*TILES][-1]}"
+
 
 def tiles_of(device: torch.device) -> tuple[MatmulTile, ...]:
     """Return the tiles for a device; none if it has no kernels or the package is not installed."""

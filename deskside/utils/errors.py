@@ -1,5 +1,7 @@
 """Errors that the user can act on, printed as one line; --debug shows the traceback (see `cli/main.py`)."""
 
+from collections.abc import Iterator
+
 
 class UsageError(Exception):
     """Invalid input. The message is one line that says what to do. The command exits with 2."""
@@ -28,6 +30,13 @@ class ProcessError(RunError):
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's message, or its type without one."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def chain_of(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and those that led to it, from the last to the first."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
 
 
 def describe_error(error: BaseException) -> str:

@@ -25,7 +25,7 @@ from typing import Any
 
 from deskside.train.prepare.preflight import set_cublas_workspace
 from deskside.utils.child_process import is_out_of_memory
-from deskside.utils.errors import RunError, UsageError, first_line
+from deskside.utils.errors import RunError, UsageError, chain_of, first_line
 from deskside.utils.files import write_atomically
 from deskside.utils.parsing import json_value
 
@@ -243,12 +243,11 @@ def train(job: TrialJob) -> tuple[str, str]:
 
 def _disk_is_full(error: BaseException | None) -> bool:
     """Return True if this error, or an error in its chain of causes, was caused by a full disk."""
-    while error is not None:
-        if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
+    for one in chain_of(error):
+        if isinstance(one, OSError) and one.errno in DISK_FULL_ERRNOS:
             return True
-        if any(message in str(error).lower() for message in DISK_FULL_MESSAGES):
+        if any(message in str(one).lower() for message in DISK_FULL_MESSAGES):
             return True
-        error = error.__cause__ or error.__context__
     return False
 
 

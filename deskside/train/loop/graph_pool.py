@@ -1,11 +1,13 @@
 """CUDA graphs that share a memory pool, what they need, and how a lack of memory shows in a capture."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Protocol
 
 import torch
+
+from deskside.utils.errors import chain_of
 
 
 class Graph(Protocol):
@@ -117,10 +119,3 @@ def memory_error(error: BaseException) -> BaseException | None:
         if isinstance(one, torch.OutOfMemoryError) or "out of memory" in text or "ALLOC_FAILED" in text:
             return one
     return None
-
-
-def chain_of(error: BaseException | None) -> Iterator[BaseException]:
-    """Yield an exception and those that led to it, from the last to the first."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__

@@ -39,10 +39,9 @@ from deskside.train.loop.graph_pool import (
     Graph,
     GraphPool,
     PassMemory,
-    chain_of,
     memory_error,
 )
-from deskside.utils.errors import RunError, first_line
+from deskside.utils.errors import RunError, chain_of, first_line
 from deskside.utils.format import gib
 
 WARM_UP_STEPS = 2  # steps of a kind that run before its pass is captured

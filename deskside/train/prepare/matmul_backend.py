@@ -8,16 +8,14 @@ import torch
 
 from deskside.config.run import RunConfig
 from deskside.kernels.choose_matmul import MatmulChoice, choose_matmul
-from deskside.kernels.quack_matmul import load, tiles_of
+from deskside.kernels.quack_matmul import SUPPORTED_GPUS, load, tiles_of
 from deskside.precision.convert import QuantizedModel
 from deskside.train.parallel import World
 from deskside.utils.console import say
 from deskside.utils.errors import UsageError
 from deskside.utils.trials import TrialCache
 
-NEEDED = (
-    "the package quack-kernels (pip install 'deskside[quack]') and a GPU of compute capability 9, 10 or 12"
-)
+NEEDED = f"the package quack-kernels (pip install 'deskside[quack]') and a GPU of {SUPPORTED_GPUS}"
 MAX_TRIAL_TOKENS = 65_536
 
 
