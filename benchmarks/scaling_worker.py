@@ -24,9 +24,9 @@ import torch.distributed as dist
 
 from benchmarks import step_profile
 from benchmarks.step_config import configuration
-from deskside.doctor.nvml import NvmlDevice, query
 from deskside.probe.point import StepTimer, memory_peaks, prepare_step, quantile, random_batches
 from deskside.train import environment_record, parallel
+from deskside.train.nvml import NvmlDevice, query
 from deskside.train.parallel import World
 from deskside.train.prepare import attention_backends
 from deskside.utils import launched

@@ -18,7 +18,6 @@ from benchmarks.step_config import configuration
 from deskside.budget.shape import flops_per_token, num_params
 from deskside.config.run import RunConfig
 from deskside.data.reading.loader import Batch, Loader, LoaderOptions
-from deskside.doctor.nvml import NvmlDevice, query
 from deskside.kernels.compile_ahead import count_compilations
 from deskside.probe.point import (
     BATCHES,
@@ -31,6 +30,7 @@ from deskside.probe.point import (
     random_batches,
 )
 from deskside.train import environment_record
+from deskside.train.nvml import NvmlDevice, query
 from deskside.train.objective import NextToken
 from deskside.train.prepare.batch_size_finder import MicroBatch
 

@@ -350,14 +350,14 @@ def _counts(results: Results) -> dict[str, int]:
 
 def _print_outcome(folder: StudyFolder, results: Results, page: Path) -> None:
     from deskside.cli.answer import print_answer
+    from deskside.study.narrative.cautions import cautions
     from deskside.study.narrative.outcome_table import print_outcome
-    from deskside.study.narrative.overfitting import overfitting
     from deskside.study.stats.languages import read_records
     from deskside.utils.printer import Printer
 
     printer, path = Printer(), shlex.quote(str(folder.path))
     print_outcome(results, printer)
-    for caution in overfitting(results, read_records(results, folder.path)):
+    for caution in cautions(results, read_records(results, folder.path)):
         printer.text(caution, "attention", hanging=2)
     for arm in results.arms:
         for trial in arm.trials:

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from deskside.config.recipes import recipe_named
 from deskside.doctor.check_tools import Result, add_error, compare, median_seconds, speed, warm_up
-from deskside.doctor.nvml import NvmlDevice
 from deskside.doctor.scaled_operands import FORMATS, Format, ScaledOperand
 from deskside.kernels import moe
 from deskside.kernels.matmul_peak import SIZES, measure_matmul_peak
 from deskside.precision import CheckResult, check
 from deskside.precision.selfcheck import HEAD_TOLERANCE, check_experts, check_gemm, check_head
 from deskside.train.environment_record import Sensors
+from deskside.train.nvml import NvmlDevice
 
 # dtype and tolerance. A float16 product rounds both operands and the result to 11 bits: an error of about 4e-4.
 PLAIN = {

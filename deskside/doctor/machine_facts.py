@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from deskside.doctor import check_attention, nvml
+from deskside.doctor import check_attention
 from deskside.facts.gpus import find_device
-from deskside.train import environment_record
+from deskside.train import environment_record, nvml
 from deskside.utils.errors import first_line
 from deskside.utils.host_memory import available_bytes, limit_bytes
 from deskside.utils.machine import package_version

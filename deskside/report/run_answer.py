@@ -5,7 +5,7 @@ from deskside.report.document import Block, Bullets, KeyNumber, KeyNumbers
 from deskside.report.run_plan import recipe_used
 from deskside.run.lineage import energy_use
 from deskside.run.record import RunRecord, has_known_peak, machine_name, mapping, number, text
-from deskside.utils.format import count, elapsed
+from deskside.utils.format import count, elapsed, percent
 from deskside.utils.format import number as number_text
 
 CLOCKS = {"wall": "by the wall clock", "training": "of training steps alone"}  # those of `schedule.clock`
@@ -44,7 +44,15 @@ def trained(record: RunRecord) -> str:
 def verdict(record: RunRecord) -> str:
     """Return the result in one line, compared with its baseline, and a note if the run has not finished."""
     state = "" if record.finished else " The run has not finished."
-    return (_objective_result(record) or _pretraining_result(record)) + _overfitting(record) + state
+    result = _objective_result(record) or _pretraining_result(record)
+    return result + _overfitting(record) + _sharing(record) + state
+
+
+def _sharing(record: RunRecord) -> str:
+    share = number(record.summary.get("gpu_shared"))
+    if not share:
+        return ""
+    return f" Another process computed on the GPU for {percent(share, 0)} of the time, which made the run slower."
 
 
 def _overfitting(record: RunRecord) -> str:

@@ -30,6 +30,7 @@ from deskside.report.study_tables import (
 )
 from deskside.report.study_verdicts import arms_table, best_sentence, best_table, is_better
 from deskside.run.record import machine_name
+from deskside.study.narrative.cautions import trials_on_shared_gpus
 from deskside.study.narrative.findings import GOALS, has_time_budget, insights
 from deskside.study.narrative.overfitting import overfit_arms
 from deskside.study.results import EXACT, NO_DIFFERENCE, TOO_FEW, Group, Results, status_text
@@ -142,6 +143,10 @@ def verdict(results: Results) -> str:
     if overfit := overfit_arms(results):
         arms = plural(sum(bool(arm.finished()) for arm in results.arms), "arm")
         parts.append(f"{len(overfit)} of {arms} overfit, so the losses at the end are not their lowest.")
+    if shared := trials_on_shared_gpus(results):
+        parts.append(
+            f"{plural(len(shared), 'trial')} shared a GPU with another process, so speeds are not comparable."
+        )
     if not results.complete:
         parts.append(f"The study is not complete: {finished} of {total} trials have finished.")
     return " ".join(part for part in parts if part)

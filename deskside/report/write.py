@@ -60,7 +60,7 @@ def write_study(folder: Path, claims: str | None = None, also: Sequence[Path] = 
     # Not needed for the report of a run.
     from deskside.report import study_figures, study_languages, study_report
     from deskside.report.study_claims import claims_markdown, judge_with_others
-    from deskside.study.narrative.overfitting import overfitting
+    from deskside.study.narrative.cautions import cautions
     from deskside.study.results_io import JSON, PARQUET, write_parquet
     from deskside.study.stats.languages import read_records
 
@@ -79,9 +79,9 @@ def write_study(folder: Path, claims: str | None = None, also: Sequence[Path] = 
         images = [image for one in figures for image in one.images]
         images += [block for block in languages if isinstance(block, Image)]
         _remove_other_plots(folder / "plots", images)
-        cautions = overfitting(results, records)
         html_path = _write_pages(
-            study_report.compose(results, folder, overview, groups, languages, cautions), folder
+            study_report.compose(results, folder, overview, groups, languages, cautions(results, records)),
+            folder,
         )
     if claims:
         others = [mark_interrupted(studies.read(other), other) for other in also]

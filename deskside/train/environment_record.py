@@ -1,6 +1,5 @@
 """The machine and software of a run, and the power, temperature and memory of its GPU."""
 
-import contextlib
 import os
 import platform
 import shutil
@@ -13,6 +12,7 @@ import torch
 
 import deskside
 from deskside.engine.device import allowed_bytes
+from deskside.train.nvml import NvmlDevice, driver_facts
 from deskside.utils.child_process import cpu_cores, cpu_name
 from deskside.utils.machine import package_version
 
@@ -62,11 +62,8 @@ class Sensors:
     """Power, temperature and throttling of one GPU, read from NVML. All are None on a CPU or if NVML fails."""
 
     def __init__(self, device: torch.device):
-        self._handle = None
-        if device.type == "cuda":
-            with contextlib.suppress(pynvml.NVMLError):  # a container may hide NVML
-                pynvml.nvmlInit()
-                self._handle = _handle_of(device)
+        card = NvmlDevice.from_torch(device) if device.type == "cuda" else None
+        self._handle = card.handle if card is not None else None
 
     def read(self) -> dict[str, Any]:
         """Return {"watts", "celsius", "throttled"}. Throttled: slowed down by heat or a power limit."""
@@ -105,21 +102,13 @@ class Meter:
         return row | self._sensors.read()
 
 
-def _handle_of(device: torch.device) -> Any:
-    # NVML ignores CUDA_VISIBLE_DEVICES, so an index could name another GPU; a UUID cannot.
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    return pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith("GPU-") else f"GPU-{uuid}")
-
-
 def _driver_facts(device: torch.device) -> dict[str, Any]:
-    try:
-        pynvml.nvmlInit()
-        return {
-            "driver": pynvml.nvmlSystemGetDriverVersion(),
-            "power_limit_watts": pynvml.nvmlDeviceGetEnforcedPowerLimit(_handle_of(device)) / 1000,
-        }
-    except pynvml.NVMLError as error:
-        return {"driver": f"unknown ({error})", "power_limit_watts": None}
+    card = NvmlDevice.from_torch(device)
+    driver = driver_facts()
+    return {
+        "driver": driver["driver"] or f"unknown ({driver['error']})",
+        "power_limit_watts": card.power()["limit_watts"] if card is not None else None,
+    }
 
 
 def reset_peak_memory(device: torch.device) -> None:

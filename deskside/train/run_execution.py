@@ -25,9 +25,11 @@ from deskside.train import environment_record, nodes
 from deskside.train.evaluation import Evaluator
 from deskside.train.loop.callbacks import Callback, OnFirstStep, RunLog, Terminal, check_trackers, trackers
 from deskside.train.loop.clock import Clock, StepPlan
+from deskside.train.loop.gpu_sharing import GpuSharingWatch
 from deskside.train.loop.overfitting import OverfittingWatch, validation_loss
 from deskside.train.loop.step import Stepper
 from deskside.train.loop.trainer import RunLength, StageWork, Trainer, TrainProgress
+from deskside.train.nvml import NvmlDevice
 from deskside.train.objective import Objective, Session, TrainContext
 from deskside.train.parallel import World
 from deskside.train.prepare import setup
@@ -100,6 +102,8 @@ class RunExecution:
         self.tiles: dict[str, Any] = {}
         self.matmul: dict[str, Any] = {}
         self.watch = OverfittingWatch()
+        card = NvmlDevice.from_torch(world.device) if world.device.type == "cuda" else None
+        self.sharing = GpuSharingWatch(card)
         if resumed and (run.path / "plan.json").exists():
             self.recorded = recorded_plan(run)
         assert config.schedule.length is not None  # checked by `preflight.check_start`
@@ -156,7 +160,7 @@ class RunExecution:
             terminal = Terminal(progress.step, plan.total_steps(progress.step), self.length.unit == "seconds")
             tracked = trackers(config.track, self.run, config.model_dump(mode="json"), progress.step)
             self.log.say(describe_work(config, plan, self.stages, progress.step, self.clock.seconds()))
-            self.log.callbacks = [first_step, terminal, *tracked, self.watch, self.callback]
+            self.log.callbacks = [first_step, terminal, *tracked, self.watch, self.sharing, self.callback]
         trainer = Trainer(
             self.stepper,
             self.stages,
@@ -406,6 +410,7 @@ class RunExecution:
             with signals.StopSignal() as stop:
                 if self.world.is_rank_zero:
                     self.watch.begin(self.run, stop, self.validation)
+                    self.sharing.begin(self.run, stop, self.validation)
                 self.callback.begin(self.run, stop, self.validation)
                 return trainer.run(stop)
         finally:
@@ -464,6 +469,7 @@ class RunExecution:
             "seconds": seconds,
             "clock": self.clock.kind,
             "tokens_per_second": trainer.tokens_per_second(),
+            **({"gpu_shared": self.sharing.share} if self.sharing.share else {}),
             # With the speed, because an emulated format is slower than a native one.
             "precision": self.precision_facts["chosen"],
             "emulated": emulated(self.precision_facts),

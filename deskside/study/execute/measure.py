@@ -66,7 +66,16 @@ def measure(run: Path, config: RunConfig) -> Measured:
         metrics |= {"tokens": number(rows[-1].get("tokens")), "steps": number(rows[-1].get("step"))}
         metrics["seconds"] = steps[-1].seconds
     if summary:
-        for key in ("val_bpb", "val_loss", "mfu", "peak_memory_gib", "peak_reserved_gib", "tokens", "steps"):
+        for key in (
+            "val_bpb",
+            "val_loss",
+            "mfu",
+            "peak_memory_gib",
+            "peak_reserved_gib",
+            "gpu_shared",
+            "tokens",
+            "steps",
+        ):
             metrics[key] = number(summary.get(key))
         loss = metrics["val_loss"]
         # exp overflows a float64 above 709.78.

@@ -52,6 +52,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("peak_reserved_gib", "reserved memory", "GiB", "lower", 2, about="held by the allocator; GPU only"),
     Metric("watts", "power", "W", "lower", 0, about="mean after the first seconds; GPU only"),
     Metric("joules_per_token", "energy", "mJ per token", "lower", 3, 1000.0, "mean power divided by speed; GPU only"),
+    Metric("gpu_shared", "GPU shared", "% of the time", None, 0, 100.0, "while another process computed on the GPU"),
     Metric("parameters", "parameters", "M", None, 1, 1e-6),
     Metric("parameters_quantized", "parameters in quantized products", "M", None, 1, 1e-6),
     Metric("micro_tokens", "micro-batch", "tokens", None, 0, about="per forward pass"),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import pynvml
 import torch
+
+BUSY_PERCENT = 5  # of the time; a process that merely holds memory, such as an idle notebook, uses less
 
 
 @dataclass(frozen=True)
@@ -59,6 +63,21 @@ class NvmlDevice:
                     "bytes": int(used) if used is not None else None,
                 }
         return sorted(by_pid.values(), key=lambda p: -(p["bytes"] or 0))
+
+    def other_busy_processes(self, since: float) -> int | None:
+        """Return how many other processes have computed on this GPU since a time, None if the driver does not say.
+
+        since: seconds since the epoch. A process counts if its kernels ran for at least `BUSY_PERCENT` of the driver's
+        samples. In a container, whose process ids differ from the driver's, one of the busy ones is this process.
+        """
+        samples = query(pynvml.nvmlDeviceGetProcessUtilization, self.handle, round(1e6 * since))
+        if samples is None:
+            return None
+        percents: dict[int, list[int]] = {}
+        for sample in samples:
+            percents.setdefault(sample.pid, []).append(sample.smUtil)
+        busy = {pid for pid, values in percents.items() if fmean(values) >= BUSY_PERCENT}
+        return len(busy - {os.getpid()}) if os.getpid() in percents else max(0, len(busy) - 1)
 
     def power(self) -> dict[str, float | None]:
         """Return the power limit (current, default, minimum and maximum) and the power drawn now, in watts."""

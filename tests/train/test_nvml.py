@@ -1,15 +1,16 @@
 """Queries of NVML, with a fake driver: units, unknown values, and a driver that answers nothing at all."""
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
 import pynvml
 import pytest
 
-from deskside.doctor import nvml
-from deskside.doctor.nvml import NvmlDevice
+from deskside.train import nvml
+from deskside.train.nvml import NvmlDevice
 
-CARD = NvmlDevice("handle")
+CARD, OWN = NvmlDevice("handle"), os.getpid()
 
 
 def silent(*_: Any) -> Any:
@@ -79,3 +80,26 @@ def test_driver(answers: Any) -> None:
         nvmlDeviceGetCount=2,
     )
     assert nvml.driver_facts() == {"driver": "550.54", "driver_cuda": "12.4", "cards": 2, "error": ""}
+
+
+@pytest.mark.parametrize(
+    "samples, others",
+    [
+        ([(OWN, 90)], 0),
+        ([(OWN, 90), (7, 60), (8, 4)], 1),  # a process that uses 4 % of the time holds memory, mostly
+        ([(OWN, 2), (7, 60)], 1),  # a run whose host is slow is not among the busy ones
+        ([(7, 0), (7, 60), (OWN, 90)], 1),  # the mean of the samples
+        ([(7, 90), (8, 60)], 1),  # a container: this process has another id there
+        ([(7, 90)], 0),
+        ([], 0),
+    ],
+)
+def test_other_busy_processes(answers: Any, samples: list[tuple[int, int]], others: int) -> None:
+    answers(
+        nvmlDeviceGetProcessUtilization=[SimpleNamespace(pid=pid, smUtil=percent) for pid, percent in samples]
+    )
+    assert CARD.other_busy_processes(since=1.0) == others
+
+
+def test_a_driver_that_does_not_say_who_is_busy(answers: Any) -> None:
+    assert CARD.other_busy_processes(since=1.0) is None
