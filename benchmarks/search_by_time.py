@@ -1,10 +1,11 @@
 """Compare two searches by time: the best loss so far of each, and when the first reaches the best of the second.
 
-    deskside search 124m --data.path D --hours 0.42 --out searches/tpe
-    deskside search 124m --data.path D --hours 0.42 --sampler random --out searches/random
+    deskside search 124m --data.path D --hours 0.42 --minutes-per-trial 0.5 --out searches/tpe
+    deskside search 124m --data.path D --hours 0.42 --minutes-per-trial 0.5 --sampler random --out searches/random
     python -m benchmarks.search_by_time searches/tpe searches/random
 
-Losses are those of trials that finished, on one seed each. Both searches must have the same hours and trial length.
+Losses are those of trials that finished, on one seed each. The default and the first random trials are the same in
+both. Both searches must have the same hours and trial length.
 """
 
 import argparse

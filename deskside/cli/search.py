@@ -24,7 +24,7 @@ from deskside.study.search.proxy import choose_proxy
 from deskside.study.search.search_budget import Division, divide
 from deskside.study.search.search_folder import RESULT, WINNER, SearchFolder, SearchPlan, length_layer
 from deskside.study.search.space import dimensions
-from deskside.study.search.suggestions import Sampler
+from deskside.study.search.suggestions import Sampler, import_optuna
 from deskside.study.spec.expand import PlannedArm
 from deskside.study.spec.parse_spec import check_seeds
 from deskside.train.prepare.preflight import check_start
@@ -125,6 +125,7 @@ def run(argv: Sequence[str]) -> int:
         if options.dry_run:
             return 0
         check_start(plan.trial())
+        import_optuna()
         folder.create(plan)
     return _run(folder, plan, check, options)
 

@@ -1,6 +1,7 @@
 """`deskside search`: refused options, the dry run, and a real search on a small text."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,15 @@ def test_wrong_usage_is_one_line(
     shown = capsys.readouterr()
     assert shown.out == "" and shown.err.count("\n") == 1
     assert shown.err.removeprefix("deskside: ").startswith(begins), shown.err
+    assert not (here / "searches").exists()
+
+
+def test_without_optuna_nothing_is_written(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)  # an import fails
+    assert main(["search", "demo", "--hours", "1", *QUICK]) == 2
+    assert "deskside[search]" in capsys.readouterr().err
     assert not (here / "searches").exists()
 
 

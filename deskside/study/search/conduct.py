@@ -201,7 +201,7 @@ def _outcome(
         confirmed=confirmed,
         default_mean=None if default is None else default.mean,
         winner_mean=None if winner is None else winner.mean,
-        confirmed_on="the target" if plan.confirm_at_target else "the trials' proxy",
+        confirmed_on=plan.confirmed_on,
         answer=answer(plan, best, results, complete),
         spent_seconds=spent_seconds,
         complete=complete,

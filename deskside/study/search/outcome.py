@@ -142,7 +142,7 @@ def answer(plan: SearchPlan, best: SearchTrial | None, results: Results | None, 
     confirmed = comparison(results)
     if confirmed is None:
         return f"{what}; they were not compared with the default on fresh seeds, because the time was over."
-    where = "" if plan.confirm_at_target else ", measured on the proxy and not at full size"
+    where = "" if plan.confirm_at_target else f", measured on {plan.confirmed_on} and not on whole runs"
     difference = f"{confirmed.difference:+.4f} bits per byte against the default"
     if confirmed.low is None or confirmed.high is None:
         return (

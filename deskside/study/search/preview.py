@@ -55,7 +55,7 @@ def print_plan(plan: SearchPlan, division: Division | None, check: MemoryCheck, 
     where = (
         "at full size and length"
         if plan.confirm_at_target
-        else "on the same proxy, because more does not fit"
+        else f"on {plan.confirmed_on}, because more does not fit"
     )
     confirm = f"the best trial against the default, {plural(plan.seeds, 'fresh seed')} each, {where}"
     if division is not None:

@@ -29,6 +29,7 @@ from deskside.study.spec.spec import Budget
 from deskside.utils import strict_json
 from deskside.utils.errors import RunError, UsageError, first_line
 from deskside.utils.files import write_atomically
+from deskside.utils.format import duration
 from deskside.utils.parsing import json_value
 
 PLAN, SPENT, RESULT, WINNER = "search.json", "spent.json", "result.json", "winner.toml"
@@ -88,6 +89,13 @@ class SearchPlan:
     def confirmed(self, parameters: dict[str, Any] | None = None) -> RunConfig:
         """Return the configuration of the confirmation's trials."""
         return self.target(parameters) if self.confirm_at_target else self.trial(parameters)
+
+    @property
+    def confirmed_on(self) -> str:
+        """What the confirmation trains, in words."""
+        if self.confirm_at_target:
+            return "the target"
+        return "the trials' proxy" if self.proxy.layer else f"runs of {duration(self.trial_seconds)}"
 
     def confirm_seconds(self, devices: int, setup_seconds: float) -> float:
         """Return how long the confirmation takes on several devices."""

@@ -32,6 +32,15 @@ class Suggested:
     reports: dict[int, float] = field(default_factory=dict)
 
 
+def import_optuna() -> Any:
+    """Return the module optuna. Raises UsageError without it, which a search checks before it writes anything."""
+    try:
+        import optuna
+    except ImportError:
+        raise UsageError("search: needs Optuna; install it with: pip install 'deskside[search]'") from None
+    return optuna
+
+
 class Suggestions:
     """Optuna's study of one search. Raises RunError if the storage is damaged.
 
@@ -46,12 +55,7 @@ class Suggestions:
     def __init__(
         self, folder: Path, space: Sequence[Dimension], sampler: Sampler, prune: bool, seed: int, name: str
     ):
-        try:
-            import optuna
-        except ImportError:
-            raise UsageError(
-                "search: needs Optuna; install it with: pip install 'deskside[search]'"
-            ) from None
+        optuna = import_optuna()
         from sqlalchemy.exc import SQLAlchemyError
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from deskside.config import merge, presets
 from deskside.config.run import RunConfig
 from deskside.study.results import Factor, Group
-from deskside.study.spec.expressions import resolve
+from deskside.study.spec.expressions import leaf_paths, resolve
 from deskside.study.spec.parse_spec import check_seeds
 from deskside.study.spec.spec import ArmSpec, Budget, FactorSpec, GroupSpec, Layer, StudySpec, suggestion
 from deskside.utils.errors import UsageError
@@ -87,6 +87,8 @@ def expand(
     _check_ids(arms)
     if only:
         arms = _select(study, arms, only)
+    _check_overrides(study, arms)
+    _check_distinct(study, arms)
     present = {arm.group for arm in arms}
     groups: list[Group] = []
     excluded: list[str] = []
@@ -187,9 +189,7 @@ def _expand_group(
                 f"{where}: {combination.id}: its baseline {combination.baseline} is excluded; exclude this arm too, "
                 f"or choose another [baseline]"
             )
-    arms = [_build(study, group, budget, combination) for combination in included]
-    _check_distinct(where, arms)
-    return arms, excluded
+    return [_build(study, group, budget, combination) for combination in included], excluded
 
 
 def _split_factors(group: GroupSpec) -> tuple[list[FactorSpec], list[FactorSpec]]:
@@ -288,12 +288,26 @@ def _build(study: StudySpec, group: GroupSpec, budget: Budget, combination: _Com
     )
 
 
-def _check_distinct(where: str, arms: Sequence[PlannedArm]) -> None:
-    """Refuse two arms with the same configuration. where: the beginning of the error message."""
-    seen: dict[str, str] = {}
+def _check_overrides(study: StudySpec, arms: Sequence[PlannedArm]) -> None:
+    """Refuse an option of the command line whose key one of these arms sets itself, where it would have no effect."""
+    by_name = {(group.name, arm.name): arm for group in study.groups for arm in group.arms}
+    for path in leaf_paths(study.overrides):
+        for arm in arms:
+            spec = by_name.get((arm.group, arm.levels.get("arm", "")))
+            if spec is not None and path in leaf_paths(spec.set):
+                raise UsageError(
+                    f"--{'.'.join(path)}: arm {arm.id} of the study sets this key; leave the arm out with --only, "
+                    "remove the option, or edit the study's file"
+                )
+
+
+def _check_distinct(study: StudySpec, arms: Sequence[PlannedArm]) -> None:
+    """Refuse two arms of a group with the same configuration."""
+    seen: dict[tuple[str, str], str] = {}
     for arm in arms:
-        first = seen.setdefault(arm.config.model_dump_json(), arm.id)
+        first = seen.setdefault((arm.group, arm.config.model_dump_json()), arm.id)
         if first != arm.id:
+            where = f"{study.name}: group {arm.group}" if study.grouped else study.name
             raise UsageError(
                 f"{where}: arms {first} and {arm.id} have the same configuration; change a key in one of their levels"
             )

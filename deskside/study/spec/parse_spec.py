@@ -90,7 +90,8 @@ def parse(text: str, label: str = "study", folder: Path = Path()) -> StudySpec:
 def with_overrides(study: StudySpec, overrides: Layer) -> StudySpec:
     """Append configuration from the command line to `set` of every group.
 
-    Raises UsageError for a key that the study's budget, seeds, factors or arms set, and for the other `RESERVED` keys.
+    Raises UsageError for a key that the study's budget, seeds or factors set, and for the other `RESERVED` keys.
+    `expand` refuses one that a selected arm sets.
     """
     if not overrides:
         return study
@@ -105,10 +106,6 @@ def with_overrides(study: StudySpec, overrides: Layer) -> StudySpec:
                         f"--{key}: factor {factor.name} of the study varies this key; remove the option, or edit the "
                         f"study's file"
                     )
-            if any(path in leaf_paths(arm.set) for arm in group.arms):
-                raise UsageError(
-                    f"--{key}: an arm of the study sets this key; remove the option, or edit the study's file"
-                )
     groups = tuple(group.model_copy(update={"set": (*group.set, overrides)}) for group in study.groups)
     return study.model_copy(update={"groups": groups, "overrides": dict(overrides)})
 

@@ -56,11 +56,12 @@ def loss_at(trial: Trial, tokens: float) -> float | None:
 def _evaluations(trial: Trial) -> list[tuple[float, float]]:
     """Return (tokens, bits per byte) of every evaluation in ascending order of tokens.
 
-    The final evaluation replaces a point of the curve at the same number of tokens.
+    The final evaluation is among them if the curve has it, which it does if the others read the same text
+    (`execute/measure.py`). Otherwise a fast arm would have the loss of a part of the text, and the slowest one that of
+    all of it.
     """
     loss_by_tokens: dict[float, float] = {}
-    final = {"tokens": trial.metrics.get("tokens"), "val_bpb": trial.metrics.get("val_bpb")}
-    for row in (*trial.curve, final):
+    for row in trial.curve:
         tokens, loss = row.get("tokens"), row.get("val_bpb")
         if tokens is not None and loss is not None and 0 < tokens < math.inf and math.isfinite(loss):
             loss_by_tokens[tokens] = loss

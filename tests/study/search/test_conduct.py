@@ -15,6 +15,7 @@ from deskside.config import merge, presets
 from deskside.report.write import write_report
 from deskside.study.execute.journal import FILE, replay_file
 from deskside.study.search.outcome import Outcome, read_outcome
+from deskside.study.search.proxy import Proxy
 from deskside.study.search.search_folder import SearchFolder
 from tests.study.fake_trials import ROOT
 from tests.study.search import made_search
@@ -51,6 +52,15 @@ def test_a_search_finds_the_known_best_and_prunes(done: tuple[SearchFolder, Outc
         assert (trial.loss is not None) == (trial.status == "finished") and (trial.reason != "") == (
             trial.status == "pruned"
         )
+
+
+def test_what_the_confirmation_trains() -> None:
+    plan = made_search.plan(Path("data"))
+    small = Proxy({"model": {"num_hidden_layers": 1}}, "")
+    found = [replace(plan, confirm_at_target=at, proxy=proxy).confirmed_on for at, proxy in (
+        (True, small), (False, small), (False, Proxy({}, "")),
+    )]  # fmt: skip
+    assert len(set(found)) == 3 and "proxy" in found[1] and "proxy" not in found[0] + found[2]
 
 
 def test_the_winner_is_confirmed_on_fresh_seeds_with_students_interval(

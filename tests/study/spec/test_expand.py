@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from deskside.config import merge, presets
 from deskside.config.duration import Duration
 from deskside.study.spec.expand import PlannedArm, expand, ordered_trials
-from deskside.study.spec.parse_spec import load, parse
+from deskside.study.spec.parse_spec import load, parse, with_overrides
 from deskside.study.spec.spec import ArmSpec, Budget, Exclusion, FactorSpec, GroupSpec, LevelSpec, StudySpec
 from deskside.utils.errors import UsageError
 
@@ -231,6 +231,18 @@ def test_an_arm_by_hand_has_the_baselines_levels_but_for_its_own() -> None:
         "depth_4-heads_gqa",
         "wide",
     ]
+
+
+def test_an_override_of_what_an_arm_sets_needs_that_the_arm_is_left_out() -> None:
+    """The arm's own value has priority, so the option would do nothing there."""
+    study = with_overrides(parse(simple()), {"model": {"intermediate_size": 640}})
+    with pytest.raises(UsageError, match="intermediate_size: arm wide "):
+        expand(study)
+    arms = expand(study, only=["heads=mha"]).arms
+    assert {arm.config.model.intermediate_size for arm in arms} == {640}
+    # The baseline becomes the arm.
+    same = with_overrides(parse(simple()), {"model": {"intermediate_size": 512}})
+    assert "wide" not in {arm.id for arm in expand(same, only=["heads=mha"]).arms}
 
 
 def test_layers_and_budget() -> None:

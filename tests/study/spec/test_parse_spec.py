@@ -178,10 +178,6 @@ def test_overrides_end_the_set_of_every_group() -> None:
             {"model": {"num_key_value_heads": "2"}},
             "--model.num_key_value_heads: factor gqa of the study varies this key",
         ),
-        (
-            {"model": {"intermediate_size": "2"}},
-            "--model.intermediate_size: an arm of the study sets this key",
-        ),
         ({"schedule": {"steps": "2"}}, "--schedule.steps: not an option of a study"),
         ({"seed": "2"}, "--seed: not an option of a study"),
     ],

@@ -91,6 +91,15 @@ def test_with_equal_tokens_it_is_the_loss_at_the_end() -> None:
             assert t.metrics[KEY] == t.metrics["val_bpb"]
 
 
+def test_a_final_loss_of_other_text_is_no_point_of_the_curve() -> None:
+    """All arms have 1.005 on the text of the evaluations and 1.000 on all the text, which only the end reads."""
+    arms = []
+    for name, last in (("base", 800.0), ("slow", 400.0)):
+        found = trial({100.0: 1.005, last / 2: 1.005}, end=False)
+        arms.append(arm(name, dataclasses.replace(found, metrics={"tokens": last, "val_bpb": 1.0})))
+    assert {one.trials[0].metrics[KEY] for one in with_equal_tokens(arms)} == {1.005}
+
+
 def test_a_curve_with_damaged_rows_is_read_as_far_as_it_goes() -> None:
     rows: list[dict[str, float | None]] = [
         {}, {"tokens": None, "val_bpb": 1.0}, {"tokens": 0.0, "val_bpb": 1.0}, {"tokens": 10.0, "val_bpb": math.nan},
