@@ -6,7 +6,7 @@ the slices of all layers into stacks of one shape (with wide matrices transposed
 a stack), updates each stack as one batch, and scatters the result back:
 
     gradient -> momentum (shaped and sharded like the parameter) -> look-ahead (Nesterov)
-             -> stack (16 bits on CUDA, float32 on a CPU) -> Newton-Schulz -> row normalisation -> parameter
+             -> stack (16 bits on CUDA, float32 on a CPU) -> Newton-Schulz -> row normalization -> parameter
 
 The steps before and after Newton-Schulz (`kernels/newton_schulz.py`) read and write each tensor once; on CUDA, they are
 one launch each for a whole stack (`kernels/muon.py`). They move 14 bytes per weight before and 10 after, the division
@@ -29,9 +29,8 @@ If several processes hold the same weights, each matrix is updated by one of the
 """
 
 from collections.abc import Container, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,66 +39,22 @@ from deskside.config.optim import MuonConfig
 from deskside.kernels.adamw_state import RESIDUAL
 from deskside.kernels.functional import at_least_float32
 from deskside.kernels.muon import Direction, PointerTable, Update, apply, look_ahead, row_sums
-from deskside.kernels.newton_schulz import MIN_SYMMETRIC, coefficients, iteration_flops, orthogonalize
+from deskside.kernels.newton_schulz import MIN_SYMMETRIC, coefficients, orthogonalize
 from deskside.kernels.stochastic_rounding import rounding_seed
 from deskside.optim.groups import EVERYTHING, ParameterInfo
+from deskside.optim.muon_stacks import (
+    Stack,
+    flops_of_iteration,
+    local_part,
+    make_stacks,
+    slices_of,
+    with_expert_dim,
+)
+from deskside.optim.normuon import normuon_factors
 from deskside.optim.offload import OffloadJob, Streamer, host_zeros, pieces
 from deskside.optim.owners import ALONE, NewWeights, Replicas, assign_owners, receive_on_rank_zero
 from deskside.optim.row_factors import row_factors
-from deskside.optim.sharded import first_row, gather_full, gradient_of, is_sharded, local
-
-STACK_ELEMENTS = 2**26
-"""Largest stack of several slices. A larger one is not faster, and its temporaries would determine the peak memory."""
-
-
-@dataclass(frozen=True)
-class _Slice:
-    """Rows `start:stop` of a parameter: one logical matrix, or one for each expert."""
-
-    info: ParameterInfo
-    start: int
-    stop: int
-
-    @property
-    def experts(self) -> int:
-        return self.info.parameter.shape[0] if self.info.parameter.ndim == 3 else 1
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.stop - self.start, self.info.parameter.shape[-1]
-
-    @property
-    def tall_shape(self) -> tuple[int, int]:
-        """(long side, short side): the shape, transposed if the matrix is wide."""
-        return max(self.shape), min(self.shape)
-
-    @property
-    def scale(self) -> float:
-        """Factor of the update: sqrt(max(1, rows / columns))."""
-        return max(1.0, self.shape[0] / self.shape[1]) ** 0.5
-
-    def part_of(self, whole: Tensor) -> Tensor:
-        """Return this slice, (experts, rows, columns), of an unsharded tensor with the parameter's shape."""
-        return _with_expert_dim(whole)[:, self.start : self.stop]
-
-
-@dataclass
-class _Stack:
-    """Slices of one shape that are updated as one batch of `len(slices) * experts` matrices.
-
-    They are gathered into a tensor of shape (batch, long side, short side).
-    """
-
-    slices: list[_Slice]
-    row_mean_squares: Tensor | None = None  # (batch, long side), NorMuon's running mean square of each row
-    before: PointerTable = field(default_factory=PointerTable)  # of `look_ahead`
-    after: PointerTable = field(default_factory=PointerTable)  # of `apply`
-    sums: PointerTable = field(default_factory=PointerTable)  # of `row_sums`
-
-    def slice_views(self, stack: Tensor) -> list[Tensor]:
-        """Return a view (experts, rows, columns) of the stack for each slice."""
-        parts = zip(self.slices, stack.split(self.slices[0].experts), strict=True)
-        return [part if s.shape == s.tall_shape else part.mT for s, part in parts]
+from deskside.optim.sharded import gather_full, gradient_of, is_sharded, local
 
 
 class Muon:
@@ -122,7 +77,9 @@ class Muon:
         replicas: Replicas = ALONE,
     ):
         self.parameters, self.replicas = parameters, replicas
-        self.owners = assign_owners({info.name: _iteration_flops(info) for info in parameters}, replicas.size)
+        self.owners = assign_owners(
+            {info.name: flops_of_iteration(info) for info in parameters}, replicas.size
+        )
         self.new_weights = NewWeights()
         self.config = config
         self.separate = separate
@@ -137,7 +94,7 @@ class Muon:
         self._fused = fused
         self._coefficients = coefficients(config.coefficients, config.ns_steps)
         self._owned = [info for info in parameters if self.owns(info.name)]
-        self._stacks = _make_stacks(self._owned, separate)
+        self._stacks = make_stacks(self._owned, separate)
         self._has_state = False
 
     def owns(self, name: str) -> bool:
@@ -233,7 +190,7 @@ class Muon:
         return look_ahead(slices, self.momentum, self.config.nesterov, skip, self.clip_coefficient, table)
 
     def _fill(
-        self, stack: _Stack, x: Tensor, directions: dict[str, Tensor], skip: Tensor, fused: bool
+        self, stack: Stack, x: Tensor, directions: dict[str, Tensor], skip: Tensor, fused: bool
     ) -> Tensor | None:
         """Write the directions of the stack's slices into x (batch, long side, short side). Updates their momentum.
 
@@ -253,7 +210,7 @@ class Muon:
             else:
                 gradient = s.part_of(gradient_of(s.info).contiguous())
                 held.append(Direction(gradient, s.part_of(self.momentum_buffers[name]), x_slice))
-        return self._look_ahead(held, skip, stack.before if fused else None) if held else None
+        return self._look_ahead(held, skip, stack.look_ahead_table if fused else None) if held else None
 
     def _sharded_direction(
         self, info: ParameterInfo, directions: dict[str, Tensor], skip: Tensor, fused: bool
@@ -265,12 +222,12 @@ class Muon:
         if info.name not in directions:
             g, momentum = local(gradient_of(info)), local(self.momentum_buffers[info.name])
             g = g.to(at_least_float32(g)).contiguous()
-            g_ERC, momentum_ERC = _with_expert_dim(g), _with_expert_dim(momentum)
+            g_ERC, momentum_ERC = with_expert_dim(g), with_expert_dim(momentum)
             self._look_ahead([Direction(g_ERC, momentum_ERC, g_ERC)], skip, PointerTable() if fused else None)
             directions[info.name] = g
         return directions[info.name]
 
-    def _update_stack(self, stack: _Stack, directions: dict[str, Tensor], skip: Tensor) -> None:
+    def _update_stack(self, stack: Stack, directions: dict[str, Tensor], skip: Tensor) -> None:
         first = stack.slices[0]
         weight = local(first.info.parameter)
         fused = weight.is_cuda and weight.dtype != torch.float64 if self._fused is None else self._fused
@@ -279,23 +236,23 @@ class Muon:
         squares = self._fill(stack, x, directions, skip, fused)
         u = orthogonalize(x, self._coefficients, fused and shape[2] >= MIN_SYMMETRIC, squares)
         del x
-        factors = _row_factors(
+        factors = normuon_factors(
             u, stack.row_mean_squares, self.config.normalize_beta, at_least_float32(weight), skip
         )
         updates = []
         for s, u_ERC, factors_ERC in zip(
             stack.slices, stack.slice_views(u), stack.slice_views(factors), strict=True
         ):
-            (update, part), (factor, _) = _local_part(s, u_ERC), _local_part(s, factors_ERC)
+            (update, part), (factor, _) = local_part(s, u_ERC), local_part(s, factors_ERC)
             if part.numel():
                 seed = rounding_seed(f"{s.info.name}/{s.start}", 0)
                 residual = self.residuals.get(s.info.name)
-                own = None if residual is None else _local_part(s, u_ERC, residual)[1]
+                own = None if residual is None else local_part(s, u_ERC, residual)[1]
                 updates.append(Update(part, update, factor, s.scale, seed, residual=own))
         if updates:
-            updates = self._with_row_factors(updates, stack.sums if fused else None)
+            updates = self._with_row_factors(updates, stack.row_sums_table if fused else None)
             decay, cautious = self.lr * self.weight_decay, self.config.cautious_weight_decay
-            table = stack.after if fused else None
+            table = stack.apply_table if fused else None
             apply(updates, self.lr, decay, cautious, skip, self.rounding_step, table)
 
     def _with_row_factors(self, updates: list[Update], table: PointerTable | None) -> list[Update]:
@@ -340,7 +297,7 @@ class Muon:
         if self._has_residual(info):
             layouts[f"{RESIDUAL}/{info.name}"] = (info.parameter.shape, torch.int8, weight.device)
         if self.config.normalize == "neuron":
-            rows = sum(s.experts * s.tall_shape[0] for s in _slices(info))
+            rows = sum(s.experts * s.tall_shape[0] for s in slices_of(info))
             layouts[f"row_sizes/{info.name}"] = (torch.Size((rows,)), at_least_float32(weight), weight.device)
         return layouts
 
@@ -374,74 +331,6 @@ class Muon:
                 ):
                     entries.append((s.info.name, s.start, rows))
         return sorted(entries, key=lambda entry: entry[:2])
-
-
-def _row_factors(
-    u: Tensor, row_mean_squares: Tensor | None, beta: float, dtype: torch.dtype, skip: Tensor
-) -> Tensor:
-    """Return the factors of NorMuon's row normalization, expanded to the shape of u; ones without row_mean_squares.
-
-    u: (batch, long side, short side). row_mean_squares: (batch, long side), updated in place unless skip is 1.
-    """
-    if row_mean_squares is None:
-        return torch.ones((1, 1, 1), dtype=dtype, device=u.device).expand(u.shape)
-    mean = torch.linalg.vector_norm(u, dim=-1, dtype=dtype).square() / u.shape[-1]
-    row_mean_squares.copy_(
-        torch.where(skip > 0, row_mean_squares, torch.lerp(row_mean_squares, mean, 1 - beta))
-    )
-    inverse = 1 / row_mean_squares.clamp_min(1e-10)
-    # Restores the Frobenius norm of each matrix.
-    restore = mean.sum(dim=-1, keepdim=True) / (mean * inverse).sum(dim=-1, keepdim=True).clamp_min(1e-30)
-    return (inverse * restore).sqrt()[..., None].expand(u.shape)
-
-
-def _make_stacks(parameters: list[ParameterInfo], separate: bool) -> list[_Stack]:
-    """Group the slices of all parameters by shape, and split large groups into stacks of equal size."""
-    by_shape: dict[tuple[Any, ...], list[_Slice]] = {}
-    for info in parameters:
-        for s in _slices(info):
-            alone = info.name if separate else ""
-            key = (s.tall_shape, s.experts, info.parameter.dtype, local(info.parameter).device, alone)
-            by_shape.setdefault(key, []).append(s)
-    stacks = []
-    for (tall_shape, experts, *_), slices in by_shape.items():
-        # Stacks of equal size, because a small remainder would not fill the device.
-        slice_elements = tall_shape[0] * tall_shape[1] * experts
-        divisors = [n for n in range(len(slices), 0, -1) if len(slices) % n == 0]
-        size = next((n for n in divisors if n * slice_elements <= STACK_ELEMENTS), 1)
-        for i in range(0, len(slices), size):
-            stacks.append(_Stack(slices[i : i + size]))
-    return stacks
-
-
-def _slices(info: ParameterInfo) -> list[_Slice]:
-    return [_Slice(info, start, stop) for start, stop in info.slices]
-
-
-def _iteration_flops(info: ParameterInfo) -> float:
-    """Return the FLOPs of one Newton-Schulz iteration over all matrices in this parameter."""
-    return sum(s.experts * iteration_flops(*s.tall_shape) for s in _slices(info))
-
-
-def _with_expert_dim(whole: Tensor) -> Tensor:
-    """View a tensor with a parameter's shape as (experts, rows, columns)."""
-    return whole if whole.ndim == 3 else whole.unsqueeze(0)
-
-
-def _local_part(s: _Slice, x_slice: Tensor, like: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return this rank's part of a slice, as views of x_slice (its place in a stack) and of the parameter.
-
-    like: a tensor with the parameter's shape and shards, to view instead of it.
-    """
-    parameter = s.info.parameter.detach() if like is None else like
-    if not is_sharded(parameter):
-        return x_slice, s.part_of(parameter)
-    shard, first = parameter.to_local(), first_row(parameter)
-    if shard.ndim == 3:  # sharded along the experts
-        return x_slice[first : first + shard.shape[0]], shard[:, s.start : s.stop]
-    low = max(s.start, first)
-    high = max(min(s.stop, first + shard.shape[0]), low)
-    return x_slice[:, low - s.start : high - s.start], shard.unsqueeze(0)[:, low - first : high - first]
 
 
 def _stack_dtype(weight: Tensor) -> torch.dtype:

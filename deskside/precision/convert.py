@@ -27,12 +27,14 @@ from deskside.kernels.nvfp4.operand import required_multiple
 from deskside.ops.composite import AddNormLinear, AttentionSublayer, MLPSublayer, RMSNorm, Sublayer
 from deskside.ops.linear import Embedding, HeadLoss, Linear
 from deskside.ops.moe import ROUTING_PROJECTIONS, Experts, MoESublayer
-from deskside.precision import backends, fused_sublayers
+from deskside.precision import backends, fused_layers
 from deskside.precision.expert_linear import ExpertLinear
 from deskside.precision.frozen import FrozenExperts
+from deskside.precision.fused_attention import FusedAttention
+from deskside.precision.fused_mlp import FusedMLP
 from deskside.precision.fused_moe import FusedMoE
 from deskside.precision.fused_shared_expert import FusedSharedExpert
-from deskside.precision.fused_sublayers import FusedAttention, FusedMLP, FusedSublayer
+from deskside.precision.fused_sublayers import FusedSublayer, rms_norm
 from deskside.precision.hardware_caps import HardwareCaps, hardware_caps
 from deskside.precision.head import QuantizedHead
 from deskside.precision.lora import AdaptedExperts, Adapter, adapters_of
@@ -194,16 +196,14 @@ class QuantizedModel:
                 sublayer.delta_optional = sublayer.forward_override is not None
             if isinstance(norm := sublayer.output_norm, RMSNorm):
                 fused = sublayer.forward_override is not None
-                norm.forward_override = partial(fused_sublayers.output_norm, norm) if fused else None
+                norm.forward_override = partial(fused_layers.output_norm, norm) if fused else None
         for linear, override in self._linears:
             linear.forward_override = override if self.active else None
         if self._head is not None:
             loss, head = self._head
             loss.forward_override = head if self.active else None
         if self._norm is not None:
-            self._norm.forward_override = partial(
-                fused_sublayers.add_norm, fused_sublayers.rms_norm(self._norm.norm)
-            )
+            self._norm.forward_override = partial(fused_layers.add_norm, rms_norm(self._norm.norm))
 
     # Construction
 
@@ -260,7 +260,7 @@ class QuantizedModel:
     def _override(self, linear: Linear) -> Callable[[Tensor], Tensor]:
         """Return the `forward_override` of a Linear outside of the fused sublayers."""
         if self.backend is None:
-            return partial(fused_sublayers.linear, self._linear(linear, self.recipe))
+            return partial(fused_layers.linear, self._linear(linear, self.recipe))
         _check_size(_names(linear), _shape(linear), self.recipe)
         return self.backend.forward_override(linear)
 

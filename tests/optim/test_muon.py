@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from deskside.config.optim import MuonConfig
 from deskside.ops.linear import Linear
-from deskside.optim import muon as module
+from deskside.optim import muon_stacks
 from deskside.optim.groups import classify_parameters
 from deskside.optim.muon import Muon
 from tests.optim.models import backward, make, weights
@@ -183,7 +183,7 @@ def test_experts_move_like_matrices_of_their_own() -> None:
 def test_stacks_of_limited_size_give_the_same_update(monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
     for limit in (2**26, 16 * 16):
-        monkeypatch.setattr(module, "STACK_ELEMENTS", limit)
+        monkeypatch.setattr(muon_stacks, "STACK_ELEMENTS", limit)
         model = make(moe=True)
         optimizer = matrices(model, MuonConfig())
         for step in range(2):

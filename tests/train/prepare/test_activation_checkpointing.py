@@ -11,7 +11,8 @@ from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
-from deskside.precision.fused_sublayers import FusedMLP, _AttentionState, _MLPState
+from deskside.precision.fused_attention import _AttentionState
+from deskside.precision.fused_mlp import FusedMLP, _MLPState
 from deskside.train.parallel import World
 from deskside.train.prepare.setup import build_model, prepare_execution, recompute
 from tests.train.tiny_run import SHAPE
