@@ -376,6 +376,9 @@ class ParallelConfig(Part):
     )
 
 
+MIN_NORMS = 16  # gradient norms of earlier steps without which no spike is detected
+
+
 class GuardConfig(Part):
     """Handling of steps with a non-finite loss or a gradient-norm spike."""
 
@@ -384,7 +387,9 @@ class GuardConfig(Part):
         gt=1,
         description="skip a step whose gradient norm exceeds this times the 90th percentile of recent norms",
     )
-    window: PositiveInt = Field(64, description="number of recent steps that the percentile is taken over")
+    window: int = Field(
+        64, ge=MIN_NORMS, description=f"recent steps that the percentile is taken over; at least {MIN_NORMS}"
+    )
     max_skips: PositiveInt = Field(
         5, description="consecutive skipped steps before the run goes back to the last checkpoint"
     )

@@ -20,10 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deskside.config.sections import GuardConfig
+from deskside.config.sections import MIN_NORMS, GuardConfig
 from deskside.utils.errors import RunError
 
-MINIMUM_HISTORY = 16  # norms needed before a spike can be detected
 PERCENTILE = 0.9
 
 
@@ -41,11 +40,8 @@ class Guard:
 
     def limit(self, step: int) -> float:
         """Return the largest gradient norm allowed in step `step` (from 1): infinite while the history is short."""
-        # GRPO steps in which all answers earned the same reward have zero gradient and would bias the limit.
-        usable = [norm for earlier, norm in self._norms if earlier <= step - 2 and norm > 0][
-            -self.config.window :
-        ]
-        if len(usable) < MINIMUM_HISTORY:
+        usable = [norm for earlier, norm in self._norms if earlier <= step - 2][-self.config.window :]
+        if len(usable) < MIN_NORMS:
             return float("inf")
         return self.config.spike_factor * sorted(usable)[int(PERCENTILE * (len(usable) - 1))]
 
@@ -68,7 +64,9 @@ class Guard:
         """Record a finished step. Return the reason why it was skipped, or None if it was not."""
         reason = self._reason(step, loss, norm) if skipped else None
         self._in_a_row = self._in_a_row + 1 if skipped else 0
-        if math.isfinite(norm):
+        # GRPO steps in which all answers earned the same reward have zero gradient. They would bias the limit, and in a
+        # short window they would leave too few other norms.
+        if math.isfinite(norm) and norm > 0:
             self._norms.append((step, norm))
         return reason
 
@@ -83,5 +81,6 @@ class Guard:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._norms.clear()
-        self._norms.extend((int(step), float(norm)) for step, norm in state["norms"])
+        # Checkpoints of earlier versions contain the zeros that `record` leaves out.
+        self._norms.extend((int(step), float(norm)) for step, norm in state["norms"] if norm > 0)
         self._in_a_row = int(state["in_a_row"])

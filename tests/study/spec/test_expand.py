@@ -14,7 +14,12 @@ from deskside.study.spec.parse_spec import load, parse, with_overrides
 from deskside.study.spec.spec import ArmSpec, Budget, Exclusion, FactorSpec, GroupSpec, LevelSpec, StudySpec
 from deskside.utils.errors import UsageError
 
-KEYS = ("checkpoint.keep", "guard.window", "data.prefetch", "guard.max_skips")  # any value is possible
+KEYS = (
+    "checkpoint.keep",
+    "guard.window",
+    "data.prefetch",
+    "guard.max_skips",
+)  # values from 16 on are possible
 
 
 def leaf(key: str, value: int) -> dict[str, dict[str, int]]:
@@ -30,7 +35,7 @@ def studies(draw: st.DrawFn) -> StudySpec:
             name=f"f{i}",
             label=f"factor {i}",
             levels=tuple(
-                LevelSpec(name=f"l{n}", label=f"{i}:{n}", set=leaf(KEYS[i], n + 10)) for n in range(size)
+                LevelSpec(name=f"l{n}", label=f"{i}:{n}", set=leaf(KEYS[i], n + 16)) for n in range(size)
             ),
         )
         for i, size in enumerate(sizes)

@@ -7,9 +7,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from deskside.config.sections import GuardConfig
-from deskside.train.loop.guard import MINIMUM_HISTORY, Guard
+from deskside.config.sections import MIN_NORMS, GuardConfig
+from deskside.train.loop.guard import Guard
 
 NORMS = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=120)
 
@@ -25,7 +26,7 @@ def filled(steps: int, norm: float = 1.0, config: GuardConfig | None = None) -> 
     return guard
 
 
-@given(NORMS, st.integers(4, 64))
+@given(NORMS, st.integers(MIN_NORMS, 64))
 def test_the_limit_does_not_depend_on_when_the_host_looks(norms: list[float], window: int) -> None:
     """A host that knows all earlier steps and one that lacks the newest give a step the same limit."""
     config = GuardConfig(window=window)
@@ -33,7 +34,7 @@ def test_the_limit_does_not_depend_on_when_the_host_looks(norms: list[float], wi
     for step, norm in enumerate(norms, 1):
         assert late.limit(step) == prompt.limit(step)
         usable = sorted(norms[: max(0, step - 2)][-window:])
-        if len(usable) < MINIMUM_HISTORY:
+        if len(usable) < MIN_NORMS:
             assert prompt.limit(step) == math.inf
         else:
             percentile = np.percentile(usable, 90, method="lower")
@@ -57,6 +58,24 @@ def test_a_spike_is_skipped_and_does_not_move_the_limit() -> None:
     assert "10 times" in str(guard.record(31, 1.0, 1e6, True))
     for step in range(32, 40):
         assert guard.limit(step) == 10.0
+
+
+def test_every_window_detects_spikes() -> None:
+    """A window that holds too few norms would detect none, whatever the run does."""
+    with pytest.raises(ValidationError, match=f"window\\n.*{MIN_NORMS}"):
+        GuardConfig(window=MIN_NORMS - 1)
+    assert filled(MIN_NORMS + 1, config=GuardConfig(window=MIN_NORMS)).limit(MIN_NORMS + 2) == 10.0
+
+
+def test_steps_without_a_gradient_take_no_place_in_the_window() -> None:
+    """In GRPO, a step has none if all answers to its questions earned the same reward."""
+    guard = Guard(GuardConfig(window=MIN_NORMS))
+    for step in range(1, 5 * MIN_NORMS):
+        guard.record(step, 1.0, 1.0 if step % 4 == 0 else 0.0, False)
+    assert guard.limit(5 * MIN_NORMS + 1) == 10.0
+    again = Guard(GuardConfig(window=MIN_NORMS))
+    again.restore({"norms": [[1, 0.0]] * MIN_NORMS, "in_a_row": 0})  # of a checkpoint that recorded them
+    assert again.limit(MIN_NORMS + 3) == math.inf
 
 
 def test_norms_with_a_heavy_tail_are_not_all_spikes() -> None:
