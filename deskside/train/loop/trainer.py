@@ -5,6 +5,7 @@ for the host. Evaluation, checkpoints and the end of the run first wait for the 
 between `DeviceEvent`s, because the host may read the metrics long after they were ready.
 """
 
+import contextlib
 import math
 import statistics
 import time
@@ -34,7 +35,7 @@ from deskside.train.loop.routers import LAYER_METRICS_EVERY
 from deskside.train.loop.step import DeviceEvent, StepMetrics, Stepper
 from deskside.train.objective import Batches
 from deskside.train.prepare.batch_size_finder import StageWork
-from deskside.utils.errors import OutsideError
+from deskside.utils.errors import OutsideError, RunError
 from deskside.utils.signals import StopSignal
 
 OVERFITTING = "overfitting"  # reason of the last revision of a run that ends early
@@ -225,15 +226,25 @@ class Trainer:
         return self.evaluate()
 
     def _save_before_end(self) -> None:
-        """Log the last step and save a checkpoint of it, if there is none."""
+        """Log the last step and save a checkpoint of it, if there is none.
+
+        What prevents that is only logged, because the run ends with the error that led here. After too many skipped
+        steps nothing is saved: the last checkpoint is the one that the run would have gone back to.
+        """
         self.clock.stop()
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            self._log(self._read(pending))
-        self.stepper.wait_for_weights()
-        if self.progress.step != self._saved_step:
-            self.checkpointer.save_now(self.progress, self.clock.seconds())
-            self.log.say(f"saved at step {self.progress.step}")
+        try:
+            if self._pending is not None:
+                pending, self._pending = self._pending, None
+                self._log(self._read(pending))
+            self.stepper.wait_for_weights()
+            if self.progress.step != self._saved_step:
+                self.checkpointer.save_now(self.progress, self.clock.seconds())
+                self.log.say(f"saved at step {self.progress.step}")
+        except (TooManySkips, RunError) as reason:
+            with contextlib.suppress(RunError):  # a full disk has no room for the event either
+                self.log.say(
+                    f"not saved at step {self.progress.step}: {reason}; a resumed run begins at the last checkpoint"
+                )
 
     def roll_back(self, why: str) -> None:
         """Return to the last checkpoint, but continue with new data, so that the same rows do not fail again."""

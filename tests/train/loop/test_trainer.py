@@ -26,8 +26,9 @@ from deskside.train.loop.guard import Diverged
 from deskside.train.loop.step import StepMetrics, Stepper
 from deskside.train.objective import Loss
 from deskside.train.prepare import setup
+from deskside.train.state.checkpointer import Checkpointer
 from deskside.train.state.init_weights import InitialWeights
-from deskside.utils.errors import RunError, UsageError
+from deskside.utils.errors import OutsideError, RunError, UsageError
 from deskside.weights.load import load_model
 from tests.train import tiny_run
 from tests.train.tiny_run import checkpoints, curve, events, plan, rows
@@ -194,6 +195,42 @@ def test_too_many_bad_steps_go_back_and_past_the_data(
     assert events(run).count("went back to step 20 and skipped the data in between") == 1
     # 22 good steps and 4 bad ones, one step in flight, and on from there: no row twice, none of the bad ones again.
     assert poison.seen == list(range(27 + 20))
+
+
+@pytest.mark.parametrize("prevents", ["skips", "disk"])
+def test_a_failure_outside_is_told_even_if_nothing_can_be_saved(
+    prevents: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Too many skipped steps are noticed only as the last step is logged. The last checkpoint stays, and is resumed."""
+    config = tiny_run.config(
+        data,
+        schedule={"length": "12 steps"},
+        checkpoint={"every": "5 steps", "background": False},
+        guard={"max_skips": 2},
+    )
+    with monkeypatch.context() as patch:
+        Poison(patch, lambda at: prevents == "skips" and at in (5, 6))
+        original_next, original_publish = Loader.__next__, Checkpointer._publish
+
+        def following(loader: Loader) -> list[Batch]:
+            if loader._next_row == 7 * loader.options.rows_per_step:
+                raise OutsideError("the server is gone")
+            return original_next(loader)
+
+        def publish(checkpointer: Checkpointer, step: int, *rest: Any) -> float:
+            if step == 7:
+                raise RunError("the disk is full")
+            return original_publish(checkpointer, step, *rest)
+
+        patch.setattr(Loader, "__next__", following)
+        patch.setattr(Checkpointer, "_publish", publish)
+        with pytest.raises(OutsideError, match="the server is gone"):
+            tiny_run.train(tmp_path, config)
+    run = tmp_path / "run"
+    assert checkpoints(run) == ["step-000000000", "step-000000005"]
+    assert "not saved at step 7: " in events(run)
+    tiny_run.resume(run)
+    assert [r["step"] for r in rows(run)] == list(range(1, 13))
 
 
 def test_going_back_to_the_beginning_clears_the_optimizer(
