@@ -208,7 +208,7 @@ class RowChart:
 def bar_chart(
     arms: Sequence[Arm], key: str, max_arms: int | None = None, limit: tuple[float, str] | None = None
 ) -> RowChart | None:
-    """Return a bar chart of one metric, or None if it was measured in no arm.
+    """Return a bar chart of one metric, or None if it was measured in no arm. Other arms are left out first.
 
     `limit` is the position (in display units) and label of a reference line. The line is left out if the bars would be
     too short beside it.
@@ -216,7 +216,10 @@ def bar_chart(
     metric, measured = metric_named(key), measured_arms(arms, key)
     if not measured:
         return None
-    shown = most_different(arms, key, max_arms)
+    chosen = most_different(measured, key, max_arms)
+    room = None if max_arms is None else max_arms - len(chosen)
+    chosen += most_different([arm for arm in arms if arm not in measured], key, room)
+    shown = [arm for arm in arms if arm in chosen]
     estimates = [estimate for arm in shown if (estimate := arm.estimate(key)) is not None]
     low, high = axis_range([Estimate(0.0, None, None, 1), *estimates])  # bars begin at 0
     limits = (low * metric.scale, high * metric.scale)
@@ -235,8 +238,8 @@ def bar_chart(
     ends = [row.interval.high for row in rows if row.interval is not None]
     if limit is not None and limit[0] > MAX_RATIO * max(ends):
         limit = None
-    right = 1.3 * max([*ends, *([limit[0]] if limit else [])])
-    axis = Axis(metric.heading, (1.3 * min(0.0, *ends), right), better=metric.better)
+    left, right = 1.3 * min(0.0, *ends), 1.3 * max(0.0, *ends, *([limit[0]] if limit else []))
+    axis = Axis(metric.heading, (left, right if right > left else 1.0), better=metric.better)
     return RowChart(metric, axis, rows, len(arms), limit)
 
 

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deskside.report import chart_data
-from deskside.study.results import Estimate
+from deskside.study.results import Arm, Estimate, Trial
+from deskside.study.stats.metrics import SPEED
 
 positive = st.floats(1e-6, 1e9)
 
@@ -71,3 +72,37 @@ def test_relative_differences_reach_three_times_the_largest() -> None:
     assert chart_data.difference_half_range([1.0, -2.0], [400.0]) == pytest.approx(1.12 * 6)
     assert chart_data.difference_half_range([1.0, -2.0], [-3.0]) == pytest.approx(1.12 * 3)
     assert chart_data.difference_half_range([0.0], []) > 0
+
+
+def arms(*means: float | None) -> list[Arm]:
+    """Return arms with these speeds; None was not measured. The first is the baseline of all."""
+    return [
+        Arm(
+            name,
+            name,
+            "group",
+            {},
+            "0",
+            trials=[Trial(1, "oom" if mean is None else "finished")],
+            estimates={} if mean is None else {SPEED: Estimate(mean, None, None, 1)},
+        )
+        for name, mean in ((str(number), mean) for number, mean in enumerate(means))
+    ]
+
+
+def test_a_bar_chart_leaves_out_arms_that_were_not_measured_first() -> None:
+    """Without a measured baseline no arm is compared, so none differs more than another."""
+    chart = chart_data.bar_chart(arms(None, None, 3.0, None, 5.0), SPEED, max_arms=2)
+    assert chart is not None and [row.arm.id for row in chart.rows] == ["2", "4"] and chart.hidden == 3
+    chart = chart_data.bar_chart(arms(None, None, 3.0, None, 5.0), SPEED, max_arms=3)
+    assert chart is not None and [row.arm.id for row in chart.rows] == ["0", "2", "4"]
+    assert chart_data.bar_chart(arms(None, None), SPEED, max_arms=1) is None
+
+
+@pytest.mark.parametrize("means", [(0.0,), (0.0, None), (-2.0, -3.0), (0.0, 3.0)])
+def test_the_axis_of_a_bar_chart_contains_its_bars_and_has_a_width(means: tuple[float | None, ...]) -> None:
+    chart = chart_data.bar_chart(arms(*means), SPEED)
+    assert chart is not None
+    left, right = chart.axis.range
+    assert left < right and left <= 0 <= right
+    assert all(left <= row.interval.mean <= right for row in chart.rows if row.interval is not None)
