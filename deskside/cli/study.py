@@ -21,7 +21,7 @@ from deskside.study.execute.journal import FILE as JOURNAL
 from deskside.study.execute.journal import FINAL, TrialHistory, replay_file
 from deskside.study.execute.ray_executor import RayExecutor
 from deskside.study.execute.study_folder import StudyFolder, StudyPlan
-from deskside.study.forecast import LocalMachine, forecast, local_machine
+from deskside.study.forecast import forecast, local_machine
 from deskside.study.results import Results
 from deskside.study.spec import parse_spec
 from deskside.study.spec.expand import Expansion, PlannedArm, expand
@@ -137,10 +137,11 @@ class _RequestedStudy:
         self.expansion: Expansion = expand(self.study, seeds=options.seeds, budget=budget, only=options.only)
         self.executor = _executor(options, self.expansion.arms)
         self.devices = len(self.executor.devices())
-        self.machine: LocalMachine = local_machine()
-        self.forecasts = {
-            arm.id: forecast(arm, self.machine, self.study.memory_fraction) for arm in self.expansion.arms
-        }
+        arms, machine = self.expansion.arms, local_machine()
+        self.forecasts = {arm.id: forecast(arm, machine, self.study.memory_fraction) for arm in arms}
+        # The preview says why times are unknown, if those of some arm are.
+        machines = [machine.running(arm.config) for arm in arms]
+        self.machine = next((one for one in machines if one.request is None), machine)
         self.plan = StudyPlan(
             **vars(self.expansion),
             name=self.study.name,

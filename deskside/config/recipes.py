@@ -236,3 +236,8 @@ def recipe_named(name: str) -> Recipe:
     if name not in RECIPES:
         raise UsageError(f"precision '{name}' does not exist; use one of {', '.join(RECIPES)}")
     return RECIPES[name]
+
+
+def default_precision(on_cpu: bool) -> Literal["fp32", "bf16"]:
+    """Return the precision that "auto" stands for. A run on a GPU that fails the self-check of BF16 uses fp32 too."""
+    return "fp32" if on_cpu else "bf16"

@@ -13,7 +13,7 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-from deskside.config.recipes import RECIPES
+from deskside.config.recipes import RECIPES, default_precision
 from deskside.utils import child_process
 from deskside.utils.format import elapsed
 from deskside.utils.machine import package_version
@@ -189,7 +189,7 @@ def all_checks(facts: Mapping[str, Any], quick: bool) -> list[Check]:
     if quick:
         return checks
     # The execution modes that are faster than eager.
-    precision = "bf16" if cuda else "fp32"
+    precision = default_precision(not cuda)
     for id, label, mode in (("fused", "hand-written", "fused"), ("compile", "torch.compile", "block")):
         precomputed = None
         if id == "compile" and not cuda and facts["cxx_compiler"] is None:

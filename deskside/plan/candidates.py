@@ -17,6 +17,7 @@ from deskside.budget.loss import LAW, MAX_WEIGHTS_PER_TOKEN, bounded
 from deskside.budget.shape import matmul_params, num_params
 from deskside.budget.step_spec import OptimizerName, Precision
 from deskside.config import merge, presets
+from deskside.config.recipes import default_precision
 from deskside.config.run import RunConfig
 from deskside.plan.estimate import Range, StepEstimate
 from deskside.plan.expected_loss import MUON_ADVANTAGE, bpb, optimal_tokens
@@ -166,7 +167,7 @@ def precision(request: PlanRequest) -> Precision:
     """Return the precision of the bands: the requested one, else the default of the device."""
     if request.precision is not None:
         return request.precision  # type: ignore[return-value]
-    return "fp32" if request.card.is_cpu else "bf16"
+    return default_precision(request.card.is_cpu)
 
 
 def setting_on_card(request: PlanRequest, config: RunConfig) -> Setting:

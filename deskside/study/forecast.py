@@ -11,15 +11,17 @@ from functools import cache
 from pathlib import Path
 
 from deskside.budget.step_spec import Precision
+from deskside.config.recipes import default_precision
 from deskside.config.run import RunConfig
 from deskside.config.sections import DataConfig
 from deskside.data.reading.mixing import PERIOD
 from deskside.data.reading.repetition import component_sizes, describe_epochs, epochs_at_temperature
+from deskside.plan.card import PlanCard
 from deskside.plan.estimate import StepEstimate, estimate, estimate_max_microbatch
 from deskside.plan.question import PlanQuestion
 from deskside.plan.request import PlanRequest, make_request
 from deskside.plan.run_length import SETUP_SECONDS
-from deskside.plan.setting import setting_from_config
+from deskside.plan.setting import Setting, setting_from_config
 from deskside.study.spec.expand import PlannedArm
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.format import gib
@@ -51,6 +53,15 @@ class LocalMachine:
         if self.request.setup_seconds is not None:
             return self.request.setup_seconds
         return CPU_SETUP_SECONDS if self.request.card.is_cpu else SETUP_SECONDS
+
+    def running(self, config: RunConfig) -> "LocalMachine":
+        """Return the machine for runs of this configuration: without its GPU if they use the CPU."""
+        if config.compute.device != "cpu" or self.request is None or self.request.card.is_cpu:
+            return self
+        return LocalMachine(
+            None,
+            "the CPU of a machine with a GPU is not modelled; hide the GPU with CUDA_VISIBLE_DEVICES= to model it",
+        )
 
 
 @dataclass(frozen=True)
@@ -92,6 +103,7 @@ def forecast(arm: PlannedArm, machine: LocalMachine, memory_fraction: float = 1.
     length = arm.config.schedule.length
     if length is None or length.unit == "epochs":
         raise ValueError("the length of an arm must be in time, tokens or steps")
+    machine = machine.running(arm.config)
     estimated = speed = None
     source = "budget" if length.unit == "seconds" else ""
     if machine.request is not None:
@@ -138,15 +150,17 @@ def total_seconds(forecasts: Sequence[TrialForecast], devices: int = 1) -> float
 
 def _estimate(config: RunConfig, request: PlanRequest, memory_fraction: float) -> StepEstimate:
     """Estimate memory and speed. The micro-batch is fitted into the memory, unless the arm sets it."""
-    cpu = request.card.is_cpu
-    precision: Precision = "fp32" if cpu else "bf16"  # what "auto" resolves to
-    if config.precision.name != "auto":
-        precision = config.precision.name
-    native_formats = frozenset() if cpu else request.card.native
-    setting = setting_from_config(config, 1, precision, cpu, native_formats)
+    setting = setting_on(request.card, config)
     capacity = int(request.card.memory_bytes * memory_fraction)
     estimator = estimate_max_microbatch if config.batch.micro_tokens == "auto" else estimate
     return estimator(setting, request.calibration, capacity)
+
+
+def setting_on(card: PlanCard, config: RunConfig) -> Setting:
+    """Return the setting of a run on one device, in the precision that the run would choose there."""
+    on_cpu, name = card.is_cpu or config.compute.device == "cpu", config.precision.name
+    precision: Precision = default_precision(on_cpu) if name == "auto" else name
+    return setting_from_config(config, 1, precision, on_cpu, frozenset() if on_cpu else card.native)
 
 
 def _evaluated_tokens(config: RunConfig, training: float, tokens: float | None) -> float:

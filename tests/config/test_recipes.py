@@ -4,7 +4,7 @@ from typing import get_args
 
 import pytest
 
-from deskside.config.recipes import ALIASES, RECIPES, Operand, Recipe, recipe_named
+from deskside.config.recipes import ALIASES, RECIPES, Operand, Recipe, default_precision, recipe_named
 from deskside.config.sections import BACKEND_RECIPES, PrecisionConfig, PrecisionName
 from deskside.utils.errors import UsageError
 
@@ -20,6 +20,10 @@ def test_the_configuration_accepts_exactly_the_recipes() -> None:
         UsageError, match="precision 'fp4' does not exist; use one of fp32, bf16, fp8-tensorwise"
     ):
         recipe_named("fp4")
+
+
+def test_auto_is_what_the_device_computes_best() -> None:
+    assert [default_precision(on_cpu) for on_cpu in (True, False)] == ["fp32", "bf16"]
 
 
 @pytest.mark.parametrize("recipe", ALL)

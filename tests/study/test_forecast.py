@@ -93,6 +93,15 @@ def test_where_nothing_was_measured_nothing_is_guessed() -> None:
     assert timed.seconds_total == 1800 + CPU_SETUP_SECONDS
 
 
+@pytest.mark.parametrize("budget", [Duration(10**8, "tokens"), Duration(1000, "seconds")])
+def test_a_run_on_the_cpu_of_a_machine_with_a_gpu_is_not_forecast_as_one_on_the_gpu(budget: Duration) -> None:
+    plain = arm("matrix16", BF16, budget)
+    compute = plain.config.compute.model_copy(update={"device": "cpu"})
+    on_cpu = replace(plain, config=plain.config.model_copy(update={"compute": compute}))
+    assert forecast(on_cpu, card()) == forecast(plain, UNKNOWN) != forecast(plain, card())
+    assert card().running(on_cpu.config).why_unknown and card().running(plain.config) == card()
+
+
 def test_evaluation_counts(tmp_path: Path) -> None:
     """The whole validation split is evaluated at the end and a part of it during the
     run, at a third of a step's time per token.

@@ -8,14 +8,13 @@ on a card that was never probed.
 from dataclasses import dataclass, replace
 
 from deskside.budget.host_memory import HOST_SHARE
-from deskside.budget.step_spec import Precision
 from deskside.config.run import RunConfig
 from deskside.facts import gpus
 from deskside.plan.calibrate import CONTEXT_BYTES, MEMORY_SPREAD
 from deskside.plan.card import PlanCard
 from deskside.plan.estimate import peak_memory
-from deskside.plan.setting import pass_sizes, setting_from_config
-from deskside.study.forecast import LocalMachine
+from deskside.plan.setting import pass_sizes
+from deskside.study.forecast import LocalMachine, setting_on
 from deskside.utils.format import gib
 from deskside.utils.host_memory import usable_bytes
 from deskside.utils.machine import this_machine
@@ -41,10 +40,7 @@ class MemoryCheck:
     def excess(self, config: RunConfig) -> tuple[float, str]:
         """Return (how much memory is lacking as a share of what there is, the reason); (0, "") if the trial fits."""
         cpu = self.card.is_cpu or config.compute.device == "cpu"
-        precision: Precision = "fp32" if cpu else "bf16"  # what "auto" resolves to
-        if config.precision.name != "auto":
-            precision = config.precision.name
-        setting = setting_from_config(config, 1, precision, cpu, frozenset() if cpu else self.card.native)
+        setting = setting_on(self.card, config)
         if config.batch.micro_tokens == "auto":
             setting = replace(setting, micro_tokens=pass_sizes(setting)[-1])
         needed = peak_memory(setting).reserved * (1 + self.spread) + self.overhead

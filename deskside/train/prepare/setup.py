@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from deskside.config.dimensions import model_uncovered_reason
-from deskside.config.recipes import expert_recipe, recipe_named
+from deskside.config.recipes import default_precision, expert_recipe, recipe_named
 from deskside.config.run import RunConfig
 from deskside.config.sections import AdapterConfig
 from deskside.data.corpus.analyze import CorpusOptions
@@ -85,7 +85,7 @@ def choose_recipe(
     configured = recorded.get("chosen") or config.name
     name = configured
     if configured == "auto":
-        name = "bf16" if device.type == "cuda" else "fp32"
+        name = default_precision(device.type == "cpu")
     native = False if config.native == "never" else None  # None: if this device can
     caps = _usable_caps(run, name, device, say, recorded)
     problem = {"recipe": name, "device": device.type, "native": native, "caps": asdict(caps)}
