@@ -236,19 +236,24 @@ class Engine:
     def run(self, requests: Sequence[Request]) -> list[list[SampleOutput]]:
         """Return the outputs of each request, one per sample. The engine must be idle.
 
-        Raises what `submit` raises, before anything is computed, and what `events` raises.
+        Raises what `submit` raises, before anything is computed, and what `events` raises. The engine is idle then; if
+        `step` itself raised, call `restart` before the engine is used again.
         """
         if not self.idle:
             raise UsageError("engine: run() would lose the events of other requests; use submit() and step()")
         for request in requests:
             self._check(request)
-        numbers = [self.submit(request) for request in requests]
-        outputs = {
-            number: [SampleOutput(len(request.prompt)) for _ in range(request.samples)]
-            for number, request in zip(numbers, requests, strict=True)
-        }
-        for event in self.events():
-            outputs[event.request][event.sample].add(event)
+        try:
+            numbers = [self.submit(request) for request in requests]
+            outputs = {
+                number: [SampleOutput(len(request.prompt)) for _ in range(request.samples)]
+                for number, request in zip(numbers, requests, strict=True)
+            }
+            for event in self.events():
+                outputs[event.request][event.sample].add(event)
+        except BaseException:
+            self.abandon("another request failed", waiting=True)
+            raise
         return [outputs[number] for number in numbers]
 
     def events(self) -> Iterator[Event]:

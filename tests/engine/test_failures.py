@@ -72,6 +72,39 @@ def test_callers_that_want_answers_hear_of_it() -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("fails", ["sample", "submit", "step"])
+def test_a_run_that_fails_leaves_no_request_behind(
+    ahead: bool, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = poisoned()
+    engine = Engine(model, max_batch=2, max_tokens=128, page_size=4)
+    engine._run_ahead = ahead
+    free = engine.free_tokens
+
+    def broken(*_: Any) -> Any:
+        raise ValueError("broken")
+
+    bad = Request((POISON,), 6) if fails == "sample" else Request((3, 1), 6, Sampling(top_k=7))
+    requests = [Request(tuple(prompt), 6) for prompt in GOOD]
+    with monkeypatch.context() as patch, pytest.raises((RunError, ValueError), match=r"finite|broken"):
+        if fails == "submit":
+            original = SamplingTensors.of
+            patch.setattr(
+                SamplingTensors,
+                "of",
+                staticmethod(lambda s, *rest: broken() if s[0].top_k == 7 else original(s, *rest)),
+            )
+        elif fails == "step":
+            patch.setattr(CachedModel, "decode", broken)
+        engine.run([requests[0], bad, *requests[1:]])
+    assert engine.idle and engine.free_tokens == free
+    if fails == "step":
+        engine.restart()
+    outputs = engine.run(requests)
+    assert [samples[0].tokens for samples in outputs] == [plain(model, prompt, 6) for prompt in GOOD]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("where", ["decode", "prefill"])
 def test_a_step_that_raises_ends_those_that_ran_and_nobody_else(
     ahead: bool, where: str, monkeypatch: pytest.MonkeyPatch
