@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, Literal, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -29,12 +29,32 @@ SCHEMA_VERSION = 1
 # Statuses of a trial. "oom": out of memory. "diverged": stopped by the guard, or the final loss is not finite.
 # "killed": by a signal from outside. "refused": the configuration is not possible here. "pruned": ended early by a
 # search. "pending": not run yet, or stopped with the study; --resume runs it.
-STATUSES = ("finished", "pruned", "oom", "diverged", "failed", "killed", "refused", "running", "pending")
+Status = Literal["finished", "pruned", "oom", "diverged", "failed", "killed", "refused", "running", "pending"]
+STATUSES: tuple[Status, ...] = get_args(Status)
 # Never written to results.json: study/liveness.py assigns it to a trial that is listed as running but is not alive.
-INTERRUPTED = "interrupted"
+INTERRUPTED: Final = "interrupted"
 NOT_ENDED = ("pending", "running", INTERRUPTED)
-# Verdicts of a comparison, besides "lower" and "higher".
-TOO_FEW, NO_DIFFERENCE, EXACT = "too few seeds", "no difference shown", "exact"
+
+Design = Literal["full", "one-at-a-time"]
+Method = Literal["paired t", "one seed", "exact"]
+Verdict = Literal["lower", "higher", "no difference shown", "too few seeds", "exact"]
+TOO_FEW: Final = "too few seeds"
+NO_DIFFERENCE: Final = "no difference shown"
+EXACT: Final = "exact"
+ClaimVerdict = Literal[
+    "holds",
+    "holds in direction",
+    "not shown",
+    "contradicted",
+    "consistent with the model",
+    "not consistent with the model",
+    "needs other hardware",
+    "not measured",
+]
+AnswerSource = Literal[
+    "arithmetic", "data sheet", "modelled", "published prices"
+]  # of a computed answer to a claim
+ClaimBasis = AnswerSource | Literal["measured", ""]  # "": not answered
 
 
 def status_text(status: str) -> str:
@@ -48,7 +68,6 @@ class Trial:
     """One run.
 
     Attributes:
-        status: One of `STATUSES`, or `INTERRUPTED`.
         reason: Why it did not finish, in one line, or "".
         run: Its directory, relative to the study's, or "" before its first start.
         started, ended: Times in ISO format, or "".
@@ -58,7 +77,7 @@ class Trial:
     """
 
     seed: int
-    status: str
+    status: Status | Literal["interrupted"]
     reason: str = ""
     run: str = ""
     device: str = ""
@@ -87,8 +106,7 @@ class Comparison:
         n: Number of seeds.
         difference: Mean of arm - baseline in the metric's stored unit; `low` to `high` is its 95 % interval.
         relative: Difference relative to the baseline (0.05 is 5 % more), with its own 95 % interval.
-        method: "paired t", "one seed", or "exact".
-        verdict: "lower", "higher", "no difference shown", "too few seeds", or "exact" if the seed has no effect.
+        method, verdict: "exact" if the seed has no effect.
     """
 
     metric: str
@@ -100,8 +118,8 @@ class Comparison:
     relative: float
     relative_low: float | None
     relative_high: float | None
-    method: str
-    verdict: str
+    method: Method
+    verdict: Verdict
 
 
 @dataclass(frozen=True)
@@ -186,7 +204,7 @@ class Group:
     name: str
     title: str
     base: str
-    design: str
+    design: Design
     budget: str
     factors: list[Factor]
     within: list[str]
@@ -219,7 +237,7 @@ class Interaction:
     low: float | None
     high: float | None
     n: int
-    verdict: str
+    verdict: Verdict
 
     @property
     def is_shown(self) -> bool:
@@ -251,7 +269,6 @@ class ClaimResult:
         measured: The measured or computed change or value in `unit`, with its interval or range `low` to `high`.
         n: Number of seeds; 0 if nothing was measured.
         scale: Model, budget and hardware of the measurement, as text.
-        basis: "measured", the source of a computed answer (study/claims/verdicts.py), or "".
         p: p-value of the decision before the correction for multiple claims.
         shared: True if the claim is about speed or power and other trials of the study ran at the same time.
     """
@@ -266,9 +283,9 @@ class ClaimResult:
     unit: str
     n: int
     scale: str
-    verdict: str
+    verdict: ClaimVerdict
     explanation: str
-    basis: str = ""
+    basis: ClaimBasis = ""
     p: float | None = None
     shared: bool = False
 

@@ -13,14 +13,13 @@ from deskside.facts.claims import Claim, claims, matching_ids
 from deskside.study.claims.formulas import evaluate
 from deskside.study.claims.verdicts import (
     Change,
-    Verdict,
     decision_p,
     meets,
     verdict_of_change,
     verdict_of_model,
     verdict_of_value,
 )
-from deskside.study.results import NOT_ENDED, Arm, ClaimResult, Results
+from deskside.study.results import NOT_ENDED, Arm, ClaimBasis, ClaimResult, ClaimVerdict, Results
 from deskside.study.stats.metrics import BY_KEY, SPEED_AND_POWER
 from deskside.study.stats.statistics import is_exact, log_ratio, paired_values, significant
 from deskside.utils.format import count
@@ -113,7 +112,7 @@ def _measured(results: Results, claim: Claim) -> tuple[ClaimResult, Change | Non
     if reason:
         unfinished = [arm for arm in arms if not arm.finished()]
         may_finish = all(trial.status in NOT_ENDED for arm in unfinished for trial in arm.trials)
-        undecided: Verdict = "not measured" if unfinished and may_finish else "not shown"
+        undecided: ClaimVerdict = "not measured" if unfinished and may_finish else "not shown"
         return _result(claim, undecided, reason, scale), None
     interval = log_ratio(ours, theirs)
     change = Change(interval.mean, interval.low, interval.high, interval.n)
@@ -225,11 +224,11 @@ def _computed(claim: Claim) -> ClaimResult:
 
 def _result(
     claim: Claim,
-    verdict: Verdict,
+    verdict: ClaimVerdict,
     sentence: str,
     scale: str = "",
     change: Change | None = None,
-    basis: str = "",
+    basis: ClaimBasis = "",
     **other_fields: Any,
 ) -> ClaimResult:
     """Return the result of a claim, with the change converted to the claim's unit. sentence: the explanation."""
@@ -297,7 +296,7 @@ def change_in_words(claim: Claim, change: Change) -> str:
     return f"{amount} (exact{seeds})" if change.n else amount
 
 
-def change_sentence(claim: Claim, change: Change, verdict: Verdict, means: str = "") -> str:
+def change_sentence(claim: Claim, change: Change, verdict: ClaimVerdict, means: str = "") -> str:
     """Return a sentence with the measured or computed change and the claimed one. means: from `_means_text`."""
     basis, amount = "Measured" if change.n else "Computed", change_in_words(claim, change)
     subject = quantity_label(claim) + (f", {means}" if means else "")

@@ -33,26 +33,15 @@ the model".
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from scipy.special import stdtr, stdtrit
 
 from deskside.facts.claims import Claim
 from deskside.plan.estimate import Range
+from deskside.study.results import AnswerSource, ClaimVerdict
 from deskside.study.stats.statistics import CONFIDENCE
 
-Verdict = Literal[
-    "holds",
-    "holds in direction",
-    "not shown",
-    "contradicted",
-    "consistent with the model",
-    "not consistent with the model",
-    "needs other hardware",
-    "not measured",
-]
 MIN_SHARE = 0.05  # smallest share of a claimed log-ratio that confirms its direction
-Source = Literal["arithmetic", "data sheet", "modelled", "published prices"]
 
 
 @dataclass(frozen=True)
@@ -67,11 +56,11 @@ class Answer:
     low: float
     value: float
     high: float
-    source: Source
+    source: AnswerSource
     on: str
 
     @classmethod
-    def exact(cls, value: float, source: Source = "arithmetic", on: str = "any card") -> "Answer":
+    def exact(cls, value: float, source: AnswerSource = "arithmetic", on: str = "any card") -> "Answer":
         """Return an answer without a range."""
         return cls(value, value, value, source, on)
 
@@ -97,7 +86,7 @@ class Change:
     n: int
 
 
-def verdict_of_change(claim: Claim, change: Change) -> Verdict:
+def verdict_of_change(claim: Claim, change: Change) -> ClaimVerdict:
     """Return the verdict on a claimed change by the rules in the module's docstring, before the correction."""
     if change.low is None or change.high is None:
         return "not shown"
@@ -117,7 +106,7 @@ def verdict_of_change(claim: Claim, change: Change) -> Verdict:
     return "holds in direction" if max(abs(change.low), abs(change.high)) >= min_effect else "contradicted"
 
 
-def verdict_of_value(claim: Claim, answer: Answer) -> Verdict:
+def verdict_of_value(claim: Claim, answer: Answer) -> ClaimVerdict:
     """Return the verdict on a claimed value, by the range of the answer."""
     assert claim.value is not None  # required for such a claim
     low, high = claim.value[0] * (1 - claim.tolerance), claim.value[1] * (1 + claim.tolerance)
@@ -153,7 +142,7 @@ def meets(claim: Claim, change: Change) -> bool:
     return change.low <= high and change.high >= low
 
 
-def verdict_of_model(consistent: bool) -> Verdict:
+def verdict_of_model(consistent: bool) -> ClaimVerdict:
     """Return the verdict on a claim that only the planner's model answers."""
     return "consistent with the model" if consistent else "not consistent with the model"
 

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from deskside.study.results import STATUSES
+from deskside.study.results import STATUSES, Status
 from deskside.utils import strict_json
 from deskside.utils.errors import RunError
 from deskside.utils.files import append_line
@@ -35,7 +35,7 @@ class TrialHistory:
             them was not recorded.
     """
 
-    status: str = "pending"
+    status: Status = "pending"
     reason: str = ""
     attempts: int = 0
     device: str = ""
@@ -58,8 +58,8 @@ def apply_event(history: TrialHistory, event: Mapping[str, Any]) -> TrialHistory
         raise KeyError(f"{event['event']} {event.get('status', '')}")
     lifetime = event["seconds"]
     seconds = None if seconds is None or lifetime is None else seconds + float(lifetime)
-    status, reason, time = str(event["status"]), str(event["reason"]), str(event["time"])
-    return replace(history, status=status, reason=reason, ended=time, seconds=seconds)
+    reason, time = str(event["reason"]), str(event["time"])
+    return replace(history, status=event["status"], reason=reason, ended=time, seconds=seconds)
 
 
 class StudyJournal:

@@ -39,7 +39,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 
@@ -47,10 +47,10 @@ from deskside.config import merge, presets
 from deskside.config.base import Part
 from deskside.config.duration import Duration
 from deskside.facts.claims import claims, matching_ids
+from deskside.study.results import Design
 from deskside.study.spec.expressions import leaf_paths
 from deskside.utils.errors import UsageError
 
-Design = Literal["full", "one-at-a-time"]
 Layer = Mapping[str, Any]
 
 DEFAULT_GROUP = "main"  # name of the only group of a file without groups

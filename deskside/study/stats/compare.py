@@ -15,7 +15,7 @@
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
-from deskside.study.results import EXACT, NO_DIFFERENCE, TOO_FEW, Arm, Comparison, Estimate, Results
+from deskside.study.results import EXACT, NO_DIFFERENCE, TOO_FEW, Arm, Comparison, Estimate, Results, Verdict
 from deskside.study.stats.equal_tokens import with_equal_tokens
 from deskside.study.stats.interaction import interactions
 from deskside.study.stats.metrics import METRICS
@@ -111,7 +111,7 @@ def _comparison(arm: Arm, baseline: Arm, metric: str) -> tuple[Comparison, float
     return draft, logs.p
 
 
-def _verdicts(effects: Sequence[tuple[Hashable, float, float | None]]) -> list[str]:
+def _verdicts(effects: Sequence[tuple[Hashable, float, float | None]]) -> list[Verdict]:
     """Return the verdict of each (family, effect, p), corrected for multiple comparisons within its family.
 
     The verdict of an entry without p is meaningless, because it is decided already.
@@ -120,7 +120,7 @@ def _verdicts(effects: Sequence[tuple[Hashable, float, float | None]]) -> list[s
     for index, (family, _, p) in enumerate(effects):
         if p is not None:
             families.setdefault(family, []).append((index, p))
-    verdicts = [NO_DIFFERENCE] * len(effects)
+    verdicts: list[Verdict] = [NO_DIFFERENCE] * len(effects)
     for members in families.values():
         decisions = significant([p for _, p in members])
         for (index, _), is_significant in zip(members, decisions, strict=True):
