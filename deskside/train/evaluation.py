@@ -100,10 +100,12 @@ class Evaluator:
         # On the GPU there is room where gradients wait during a step, unless graphs keep the gradients all the time.
         config = session.config
         on_device = config.optim.gradients == "device" and config.compute.cuda_graph == "off"
-        with self.average.applied(blend, on_device):
+        try:
+            with self.average.applied(blend, on_device):
+                session.precision.forget_weights()
+                yield
+        finally:
             session.precision.forget_weights()
-            yield
-        session.precision.forget_weights()
 
     def blend(self) -> None:
         """Evaluate blends of the last step's weights and their average, and make the average the one to export.

@@ -201,8 +201,10 @@ class Stepper:
         """Context manager in which the model has its own window, as after the run, and not that of a stage."""
         window = self.window
         self.set_window(None)
-        yield
-        self.set_window(window)
+        try:
+            yield
+        finally:
+            self.set_window(window)
 
     def loss(self, batch: Batch) -> Loss:
         """Return the objective's loss of a micro-batch, or of this process's part of it if processes share rows."""

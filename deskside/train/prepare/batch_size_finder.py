@@ -355,10 +355,12 @@ class BatchSizeFinder:
         if self.stepper.graphed is None:
             yield
             return
-        with self.stepper.graphed.reserving():
-            yield
-        if self.world.device.type == "cuda":
-            torch.cuda.empty_cache()
+        try:
+            with self.stepper.graphed.reserving():
+                yield
+        finally:
+            if self.world.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def objective_reserved_bytes(self) -> int:
         """Return the GPU memory that the objective will allocate and keep; 0 on a CPU."""
