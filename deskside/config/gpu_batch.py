@@ -1,4 +1,4 @@
-"""The default tokens per optimizer step on several GPUs."""
+"""The default tokens per optimizer step on several GPUs, and checks that a run suits their number."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,14 +13,14 @@ def build_on_gpus(layers: Sequence[Mapping[str, Any]], gpus: int) -> RunConfig:
     """Return `merge.build(layers)` for a run on `gpus` GPUs.
 
     Unless a layer sets batch.tokens, it is the default of one GPU, grown by `scaling.default_batch_tokens`. Raises
-    UsageError, also if the GPUs cannot share the rows of a step evenly.
+    UsageError, also if the run does not suit this number of GPUs.
     """
     config = merge.build(layers)
     if gpus == 1 or gpus % config.parallel.context:  # `parallel.init_distributed` refuses the latter
         return config
     if ("batch", "tokens") not in merge.merge(layers)[1]:
         config = merge.build([{"batch": {"tokens": default_tokens(config, gpus)}}, *layers])
-    check_rows_divide(config, gpus // config.parallel.context)
+    check_processes(config, gpus)
     return config
 
 
@@ -32,10 +32,22 @@ def default_tokens(config: RunConfig, gpus: int) -> int:
     return batch_on_gpus(default_batch_tokens(config.batch.tokens, readers), readers, unit)
 
 
-def check_rows_divide(config: RunConfig, readers: int) -> None:
-    """Raise UsageError unless each of `readers` processes can read as many rows of every step."""
+def check_processes(config: RunConfig, processes: int) -> None:
+    """Raise UsageError if a run of several processes, one for each GPU, cannot share its steps or sum its gradients.
+
+    processes: a multiple of `parallel.context`.
+    """
+    check_gradients(config, processes)
     for stage in config.stages():
-        rows_each(config.stage_tokens(stage), stage.sequence_length, readers)
+        rows_each(config.stage_tokens(stage), stage.sequence_length, processes // config.parallel.context)
+
+
+def check_gradients(config: RunConfig, processes: int) -> None:
+    """Raise UsageError if gradients that leave the GPU would have to be summed over several of them."""
+    if processes > 1 and config.optim.gradients != "device":
+        raise UsageError(
+            f"optim.gradients: {config.optim.gradients} is for one GPU, not {processes}; use device, or one GPU"
+        )
 
 
 def rows_each(tokens: int, sequence_length: int, readers: int) -> int:

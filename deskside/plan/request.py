@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from deskside.budget.loss import TYPICAL_TEXT, UNTRAINED_BPB, TextBaselines
 from deskside.config import merge
+from deskside.config.gpu_batch import check_gradients
 from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
 from deskside.config.sections import PrecisionName
@@ -220,13 +221,12 @@ def make_request(
 
 def _context(gpus: int, config: RunConfig) -> int:
     """Return the number of GPUs that share every row. Raises UsageError for options that these GPUs cannot have."""
-    context, gradients = config.parallel.context, config.optim.gradients
+    context = config.parallel.context
     if gpus % context:
         raise UsageError(
             f"parallel.context: {context} GPUs share a row, so plan for a multiple of them: --gpus {context}"
         )
-    if gpus > 1 and gradients != "device":
-        raise UsageError(f"optim.gradients: {gradients} is for one GPU; use device, or --gpus 1")
+    check_gradients(config, gpus)
     return context
 
 

@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import deskside
-from deskside.config.gpu_batch import check_rows_divide
+from deskside.config.gpu_batch import check_processes
 from deskside.config.run import SCHEMA_VERSION, RunConfig
 from deskside.run.directory import RunDirectory
 from deskside.train import nodes, parallel
@@ -40,7 +40,7 @@ def start(
     split = config.parallel
     world = parallel.init_distributed(compute.device, split.mode, compute.gpu_budget, split.context)
     try:
-        check_rows_divide(config, world.readers)
+        check_processes(config, world.size)
         run = None
         if world.is_rank_zero:
             run = where if isinstance(where, RunDirectory) else RunDirectory.create(*where)
@@ -94,7 +94,7 @@ def resume(path: Path, watch: Callback | None = None, objective: Objective | Non
     context = config.parallel.context
     world = parallel.init_distributed(config.compute.device, mode, config.compute.gpu_budget, context)
     try:
-        check_rows_divide(config, world.readers)
+        check_processes(config, world.size)
         with run.lock_for_training(world.is_rank_zero), nodes.explain_lost_process(run.path):
             begun = world.broadcast_result(run.has_begun)
             initial = None if begun else InitialWeights.recorded(run, config)

@@ -59,6 +59,14 @@ def test_rows_that_processes_cannot_share() -> None:
         build_on_gpus([{"schedule": {"stages": stages}}], 2)
 
 
+@pytest.mark.parametrize("gradients", ["host", "released"])
+def test_gradients_that_leave_the_gpu_are_for_one(gradients: str) -> None:
+    parts = {"optim": {"gradients": gradients}}
+    assert build_on_gpus([parts], 1).optim.gradients == gradients
+    with pytest.raises(UsageError, match=r"^optim\.gradients: "):
+        build_on_gpus([parts], 2)
+
+
 def test_in_words() -> None:
     assert describe_batch(build_on_gpus([], 8), 8) == "262,144 tokens per step, 32,768 on each of 8 processes"
     shared = build_on_gpus([{"parallel": {"context": 2}}], 8)

@@ -323,11 +323,6 @@ def prepare_execution(
             )
         ActivationOffload(world.device).attach(list(model.layers))
     _compile(model, mode, len(config.stages()))
-    if world.size > 1 and config.optim.gradients != "device":
-        raise UsageError(
-            f"optim.gradients: {config.optim.gradients} is for one GPU, and this run has {world.size} processes; use "
-            "device"
-        )
     if world.sharded:
         parallel.shard(model, model.layers, ("loss_and_router", "multi_token_loss", "token_losses"), world)
     return Execution(mode, precision)

@@ -1,0 +1,42 @@
+"""What a run refuses before it has built anything."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from deskside.train import parallel, training_run
+from deskside.train.parallel import World
+from deskside.utils.errors import UsageError
+from tests.train import tiny_run
+
+
+@dataclass(frozen=True)
+class TwoProcesses(World):
+    """A world of two processes of which only this one exists, so that it may not communicate."""
+
+    size: int = 2
+
+    def broadcast_result(self, make: Any) -> Any:
+        raise AssertionError("the run began")
+
+
+@pytest.mark.parametrize(
+    ("parts", "key"),
+    [({"optim": {"gradients": "host"}}, "optim.gradients"), ({"batch": {"tokens": 96}}, "batch.tokens")],
+)
+def test_what_several_processes_cannot_do_is_refused_at_once(
+    parts: dict[str, Any], key: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_run.config(data, schedule={"length": "2 steps"}, **parts)
+    run = tiny_run.train(tmp_path, config, "one").run.path
+    (run / "summary.json").unlink()
+    monkeypatch.setattr(parallel, "init_distributed", lambda *_: TwoProcesses(torch.device("cpu")))
+    monkeypatch.setattr(parallel, "destroy_distributed", lambda world: None)
+    with pytest.raises(UsageError, match=f"^{key}: "):
+        tiny_run.train(tmp_path, config, "two")
+    assert not (tmp_path / "two").exists()
+    with pytest.raises(UsageError, match=f"^{key}: "):
+        training_run.resume(run)
