@@ -153,7 +153,7 @@ def parse(options: GrpoConfig) -> RewardSource:
         return RewardServer(spec, options.reward_timeout or DEFAULT_TIMEOUT)
     if ".py:" in spec:
         path, _, name = spec.rpartition(":")
-        file = Path(path).expanduser().resolve()
+        file = Path(path).resolve()
         return ParsedReward(spec, ((1.0, _from_file(file, name, columns)),), file)
     if columns:
         raise UsageError(

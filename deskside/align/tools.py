@@ -43,7 +43,7 @@ class Tools:
         path, colon, names = spec.rpartition(":")
         if not colon or not path.endswith(".py"):
             raise UsageError(f"tools: {spec!r} must name a file and its functions: my_tools.py:search,add")
-        file = Path(path).expanduser().resolve()
+        file = Path(path).resolve()
         wanted = [name.strip() for name in names.split(",")]
         functions = functions_from_file("tools", file, wanted)
         schemas = []

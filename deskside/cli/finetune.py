@@ -107,7 +107,11 @@ class PreparedData:
         data_path: --data.path; by default, the folder is in data/. Raises UsageError if the folder holds other data.
         """
         name = Path(self.source.removeprefix("hf:").rstrip("/")).name.split(":")[0].split(".")[0] or "data"
-        path = Path("data") / f"{name}-{self.kind}-{self.key}" if data_path is None else Path(data_path)
+        path = (
+            Path("data") / f"{name}-{self.kind}-{self.key}"
+            if data_path is None
+            else Path(os.path.expanduser(data_path))
+        )
         index, deadline = path / "index.json", time.monotonic() + WAIT_SECONDS
         while not index.is_file() and int(os.environ.get("RANK", "0")) and time.monotonic() < deadline:
             time.sleep(0.5)
@@ -356,7 +360,7 @@ def _chat_tokenizer(loaded: Any, template: str | None, folder: Path) -> Any:
     text = None
     if template is not None:
         try:
-            text = Path(template).expanduser().read_text("utf-8")
+            text = Path(template).read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"--align.template {template}: cannot be read ({error})") from None
     return chat_template.make_chat_tokenizer(loaded.tokenizer_dir, folder, text)

@@ -21,6 +21,7 @@ from deskside.cli.shared_options import (
     process_count,
 )
 from deskside.config import merge, presets
+from deskside.config.base import UserPath
 from deskside.config.duration import HOURS
 from deskside.pipeline import phases
 from deskside.pipeline.pipeline_state import FILE, PipelineState, damaged, tail_seconds
@@ -62,7 +63,7 @@ class GoOptions(JsonOption):
     )
     preset: str | None = option("model preset; default: chosen by the plan", None, metavar="PRESET")
     # The field is not named `data` because the configuration has a part `data`.
-    corpus: str | None = option("directory of the prepared data", None, name="data", metavar="DIR")
+    corpus: UserPath | None = option("directory of the prepared data", None, name="data", metavar="DIR")
     gpu_budget: float | None = option("GPU memory that may be used; default: all of it", None, metavar="GIB")
     target_loss: float | None = option(
         "bits per byte to reach; training stops early if the pilot shows that it is out of reach",

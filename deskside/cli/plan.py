@@ -1,5 +1,6 @@
 """`deskside plan`: find the best model for a budget on a GPU, or judge whether a given model can be trained."""
 
+import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -154,6 +155,9 @@ def _request(options: PlanOptions, overrides: dict[str, Any], claimed: claims.Cl
     if claimed and claimed.of_card_alone and all(value is None for value in (*budget, *model)):
         return None
     data = overrides.get("data", {}).get("path")
+    if data is not None:  # the overrides are not validated yet, but go into the plan's command
+        data = os.path.expanduser(data)
+        overrides = {**overrides, "data": {**overrides["data"], "path": data}}
     text = TYPICAL_TEXT
     if data is not None and (Path(data) / "index.json").is_file():
         from deskside.data.reading.shards import read_index

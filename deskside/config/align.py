@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from deskside.config.base import DataKind, Part
+from deskside.config.base import DataKind, Part, UserPath
 
 DataSources = tuple[Annotated[str, Field(min_length=1)], ...]
 PairLoss = Literal["sigmoid", "robust", "hinge", "ipo", "sigmoid_norm", "orpo", "simpo", "cpo"]
@@ -25,8 +25,8 @@ class _Objective(Part):
     data: DataSources = ()
     val: DataSources = ()
     val_fraction: HeldOutFraction = None
-    template: str | None = Field(
-        None, min_length=1, description="a chat template (.jinja) instead of the tokenizer's own"
+    template: UserPath | None = Field(
+        None, description="a chat template (.jinja) instead of the tokenizer's own"
     )
 
     @model_validator(mode="after")
@@ -155,9 +155,8 @@ class GrpoConfig(_Objective):
         description="share of `data` that is held out; default: 0.05, up to 0.1 of few, at most 200 questions",
     )
     system: str | None = Field(None, min_length=1, description="a system message before every question")
-    reward: str = Field(
+    reward: UserPath = Field(
         "number",
-        min_length=1,
         description="number, exact, format, code, a sum such as 0.9*number+0.1*format, file.py:function, or the URL of "
         "a server, http://...",
     )
@@ -167,8 +166,8 @@ class GrpoConfig(_Objective):
     reward_timeout: PositiveFloat | None = Field(
         None, description="seconds that a request to the reward server may take; default: 60"
     )
-    tools: str | None = Field(
-        None, min_length=1, description="functions that the model may call: my_tools.py:search,add"
+    tools: UserPath | None = Field(
+        None, description="functions that the model may call: my_tools.py:search,add"
     )
     tool_turns: PositiveInt | None = Field(
         None, description="turns of an answer that may call tools; default: 4"

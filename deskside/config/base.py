@@ -1,9 +1,10 @@
 """Base class of every configuration part: frozen, and strict about unknown keys and booleans."""
 
+import os
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 # Kinds of prepared data. Bits per byte can be measured only for the first two, which are text.
@@ -15,6 +16,9 @@ DATA_NOUNS: dict[DataKind, str] = {
     "labelled": "labelled answers",
     "questions": "questions",
 }
+
+# A path, or a text that begins with one. Shells leave a ~ in quotes, or after an equals sign, as it is.
+UserPath = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser)]
 
 # Types of pydantic's errors -> the message; pydantic's own speaks of parsing strings.
 _WHOLE, _NUMBER, _SWITCH = "must be a whole number", "must be a number", "must be true or false"

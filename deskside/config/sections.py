@@ -13,7 +13,7 @@ from pydantic import (
     model_validator,
 )
 
-from deskside.config.base import Part
+from deskside.config.base import Part, UserPath
 from deskside.config.duration import Duration
 from deskside.config.recipes import ALIASES, Recipe, recipe_named
 
@@ -37,7 +37,7 @@ TEMPERATURES = ("language_temperature", "source_temperature")  # of `DataConfig`
 class DataConfig(Part):
     """Source of the training data."""
 
-    path: str | None = Field(None, min_length=1, description="prepared dataset directory")
+    path: UserPath | None = Field(None, description="prepared dataset directory")
     sources: tuple[Annotated[str, Field(min_length=1)], ...] = Field(
         (), description="sources to prepare into `path` if it does not exist yet"
     )

@@ -188,7 +188,7 @@ def _mixture(data: DataConfig, tokens: float | None) -> tuple[dict[str, float], 
     key = data.temperature_key
     if not key or data.path is None or tokens is None:
         return {}, ""
-    sizes = _component_sizes(Path(data.path).expanduser(), key)
+    sizes = _component_sizes(Path(data.path), key)
     if not 1 < len(sizes) <= PERIOD:  # runs refuse such mixtures
         return {}, ""
     epochs = epochs_at_temperature(sizes, getattr(data, key), tokens)

@@ -117,6 +117,7 @@ def state(run: Path) -> dict[str, Any]:
         ),
         (["--hours", "1", "--preset", "125m", "--yes"], "125m: no such preset"),
         (["--hours", "1", "--data", "nowhere"], "nowhere"),
+        (["--hours", "1", "--data", "~/no/where"], f"{Path.home()}/no/where"),
         (
             ["--hours", "1", "--preset", "demo", "--target-loss", "0"],
             "--target-loss: must be a number above zero",

@@ -355,7 +355,9 @@ def test_hours_for_fine_tuning_name_their_command(capsys: Any) -> None:
     }  # fmt: skip
 
 
-def test_prepared_data_say_how_much_text_there_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prepared_data_say_how_much_text_there_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_text(tmp_path / "text.txt")
     prepare([str(tmp_path / "text.txt")], tmp_path / "data", CorpusOptions(vocab_size=300))
     unique = read_index(tmp_path / "data").splits["train"].tokens
@@ -363,6 +365,11 @@ def test_prepared_data_say_how_much_text_there_is(tmp_path: Path, capsys: pytest
     code, out, _ = plan(capsys, f"{line} --json")
     given = json.loads(out)
     assert (code, given["request"]["unique_tokens"]) == (1, unique)  # so little text teaches nothing
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert (
+        json.loads(plan(capsys, "--gpu rtx4090 --tokens 10M --data.path ~/data --own-corpus --json")[1])
+        == given
+    )
     assert (
         json.loads(plan(capsys, f"{line} --unique-tokens 1M --json")[1])["request"]["unique_tokens"] == 10**6
     )

@@ -15,8 +15,10 @@ from deskside.precision.head import QuantizedHead
 from deskside.precision.selfcheck import CheckResult
 from deskside.train.parallel import World
 from deskside.train.prepare import setup
+from deskside.train.prepare.preflight import check_start
 from deskside.utils.errors import UsageError
 from tests.train import tiny_run
+from tests.train.tiny_run import write_text
 
 CARD = torch.device("cuda")
 SMALL = {
@@ -217,6 +219,21 @@ def test_sizes_that_native_nvfp4_cannot_have_are_emulated(
         assert not card.said
     else:
         assert card.said[0].startswith("NVFP4 products are emulated: ") and size in card.said[0]
+
+
+def test_data_of_the_home_directory_are_found_and_prepared_there(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "data").symlink_to(data)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.chdir(tmp_path)
+    check_start(tiny_run.config("~/data"))
+    write_text(tmp_path / "text.txt")
+    new = tiny_run.config("~/new", data={"sources": [str(tmp_path / "text.txt")]})
+    assert setup.ensure_data(new, World(torch.device("cpu")), lambda line: None) == home / "new"
+    assert (home / "new" / "index.json").is_file() and not (tmp_path / "~").exists()
 
 
 def test_validation_that_is_too_small_is_told_when_training_begins(data: Path) -> None:
