@@ -18,6 +18,7 @@ import deskside
 from deskside.pipeline.state_schema import PHASES, SCHEMA, Phase, problem
 from deskside.run.directory import RunDirectory
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.files import TEMPORARY_SUFFIX
 
 FILE = "go.json"
 SAVE_SECONDS = 2.0  # interval between writes of go.json
@@ -84,8 +85,8 @@ class PipelineState:
     def open(cls, path: Path) -> "PipelineState":
         """Open the state of an earlier process. Raises UsageError if there is none, RunError if it is damaged."""
         if not (path / FILE).is_file():
-            files = (entry for entry in path.rglob("*") if entry.is_file() and entry.name != f".{FILE}.tmp")
-            if path.is_dir() and not any(files):
+            files = (entry for entry in path.rglob("*") if entry.is_file())
+            if path.is_dir() and not any(not file.name.endswith(TEMPORARY_SUFFIX) for file in files):
                 raise UsageError(
                     f"{path}: was stopped before its first phase; delete the folder and start again"
                 )

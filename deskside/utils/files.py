@@ -8,12 +8,15 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import xxhash
 
 from deskside.utils.errors import RunError, UsageError
+
+TEMPORARY_SUFFIX = ".deskside-tmp"  # unique to this program, so such files may be deleted
 
 
 def cache_folder() -> Path:
@@ -36,7 +39,7 @@ def replace_atomically(path: Path, temporary: Path | None = None) -> Iterator[Pa
 
     Raises RunError for an OSError of the block or of the replacement.
     """
-    temporary = temporary or path.with_name(f".{path.name}.tmp")
+    temporary = temporary or path.with_name(f".{path.name}{TEMPORARY_SUFFIX}")
     try:
         yield temporary
         sync(temporary)
@@ -50,10 +53,22 @@ def replace_atomically(path: Path, temporary: Path | None = None) -> Iterator[Pa
         raise
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file as a whole or not at all. Raises RunError when it cannot be written."""
-    with replace_atomically(path) as temporary:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+def write_atomically(path: Path, content: str | bytes | Callable[[BinaryIO], object]) -> None:
+    """Write a file as a whole or not at all. content: the content, or a function that writes it to the open file.
+
+    Raises RunError when it cannot be written.
+    """
+    with replace_atomically(path) as temporary, temporary.open("wb") as file:
+        if callable(content):
+            content(file)
+        else:
+            file.write(content.encode() if isinstance(content, str) else content)
+
+
+def clear_temporary(folder: Path) -> None:
+    """Delete the temporary files that a killed process has left in a folder."""
+    for path in folder.glob(f"*{TEMPORARY_SUFFIX}"):
+        path.unlink(missing_ok=True)
 
 
 def append_line(path: Path, line: str) -> None:

@@ -16,6 +16,7 @@ from deskside.pipeline import pipeline_state as journals
 from deskside.pipeline.pipeline_state import PHASES, PipelineState, tail_seconds
 from deskside.run.directory import RunDirectory
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.files import TEMPORARY_SUFFIX
 from tests.train import tiny_run
 
 OPTIONS: dict[str, object] = {
@@ -204,7 +205,7 @@ def test_phases_are_in_order_and_the_file_is_whole_at_any_moment(tmp_path: Path)
     for phase in PHASES:
         state.enter(phase)
         assert json.loads((tmp_path / "run" / "go.json").read_text("utf-8"))["phase"] == phase
-    assert not [name for name in os.listdir(tmp_path / "run") if name.endswith(".tmp")]
+    assert not [name for name in os.listdir(tmp_path / "run") if name.endswith(TEMPORARY_SUFFIX)]
 
 
 def test_a_busy_machine_keeps_more_for_the_end(monkeypatch: pytest.MonkeyPatch) -> None:

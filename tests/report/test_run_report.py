@@ -20,6 +20,7 @@ from deskside.report.run_report import compose
 from deskside.report.write import write_report
 from deskside.run.record import read_run
 from deskside.utils.errors import UsageError
+from deskside.utils.files import TEMPORARY_SUFFIX
 
 CHARTS = ("loss", "val_bpb", "learning_rate", "gradient_norm", "throughput", "memory", "power")
 
@@ -304,7 +305,7 @@ def test_second_report_replaces_the_first(tmp_path: Path) -> None:
     (folder / "summary.json").unlink()
     report(folder)
     assert not (folder / "plots" / "val_bpb.svg").exists()
-    assert not list(folder.glob(".*.tmp"))
+    assert not list(folder.glob(f"*{TEMPORARY_SUFFIX}"))
 
 
 def test_one_line_of_metrics_and_nothing_else(tmp_path: Path) -> None:

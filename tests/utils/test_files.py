@@ -1,12 +1,14 @@
 """Files are replaced as a whole or not at all, whichever file operation fails."""
 
+import errno
 import os
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
 from deskside.utils.errors import RunError
-from deskside.utils.files import append_line, write_atomically
+from deskside.utils.files import append_line, clear_temporary, write_atomically
 
 
 def test_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -24,6 +26,30 @@ def test_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: 
         assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
     write_atomically(path, "new")
     assert path.read_text() == "new"
+
+
+def test_full_disk_leaves_no_file_with_the_final_name(tmp_path: Path) -> None:
+    def fail(file: BinaryIO) -> None:
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(RunError, match=r"x\.bin: .*No space left.* MiB free.*same command again"):
+        write_atomically(tmp_path / "x.bin", fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_temporary_files_of_a_killed_process_are_deleted_and_no_others(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "unlink", lambda *_, **__: None)  # as if killed: no clean-up
+
+        def interrupted(file: BinaryIO) -> None:
+            raise KeyboardInterrupt
+
+        write_atomically(tmp_path / "a.json", interrupted)
+    (tmp_path / "mine.tmp").write_text("not deskside's")
+    assert len(list(tmp_path.iterdir())) == 2
+    clear_temporary(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.tmp"]
 
 
 def test_partially_written_line_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

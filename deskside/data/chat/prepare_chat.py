@@ -43,7 +43,7 @@ from deskside.data.reading.shards import ChatInfo, DatasetIndex, EncodedDocument
 from deskside.data.reading.tags import TagInfo
 from deskside.utils.console import say
 from deskside.utils.errors import UsageError
-from deskside.utils.files import fingerprint, write_error
+from deskside.utils.files import TEMPORARY_SUFFIX, fingerprint, write_error
 from deskside.utils.progress import ProgressBar
 
 VERSION = 3  # of the prepared data; increase it when the same arguments give different content
@@ -110,7 +110,7 @@ def new_folder(tokenizer: Path, out: Path) -> Iterator[Path]:
         raise UsageError(f"{out}: exists already; remove it, or give another --data.path")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        new = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=shards.TEMPORARY_SUFFIX, dir=out.parent))
+        new = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=TEMPORARY_SUFFIX, dir=out.parent))
     except OSError as error:
         raise write_error(out, error) from error
     try:

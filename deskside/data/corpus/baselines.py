@@ -12,6 +12,7 @@ from deskside.data import tokenizer as bpe
 from deskside.data.reading import shards
 from deskside.data.reading.rows import IGNORE, PackedDataset
 from deskside.data.reading.shards import DatasetIndex, SplitInfo
+from deskside.utils.files import write_atomically
 
 TRAIN_COUNTS = "train-counts.npy"  # token counts of the training split
 
@@ -54,8 +55,8 @@ def token_counts(out: Path, split: SplitInfo, dtype: str, vocab_size: int) -> ND
 
 
 def write_train_counts(directory: Path, counts: NDArray[np.int64]) -> None:
-    """Save the token counts of the training split. Raises as `shards.write_file`."""
-    shards.write_file(
+    """Save the token counts of the training split. Raises as `write_atomically`."""
+    write_atomically(
         directory / TRAIN_COUNTS, lambda file: np.save(file, counts.astype("<i8"), allow_pickle=False)
     )
 

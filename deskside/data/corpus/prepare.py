@@ -71,7 +71,7 @@ from deskside.data.reading.tags import TagInfo
 from deskside.utils.child_process import cpu_cores
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.files import delete_files, fingerprint, replace_folder, write_error
+from deskside.utils.files import clear_temporary, delete_files, fingerprint, replace_folder, write_error
 from deskside.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def prepare(sources: Sequence[str], out: str | Path, options: CorpusOptions = DE
     replaced = old if old is not None and old.scan is not None and not options.resume else None
     if replaced:
         check_owned(out, replaced)
-        shards.clear_temporary(out)
+        clear_temporary(out)
     target = out.resolve()  # replace the target of a symbolic link
     new = target.with_name(f".{target.name}.new")
     preparation = _Preparation(new if replaced else out, arguments, train_list, val_list, options)
@@ -143,7 +143,7 @@ def prepare(sources: Sequence[str], out: str | Path, options: CorpusOptions = DE
         preparation.undo()
         raise
     finally:
-        shards.clear_temporary(preparation.out)
+        clear_temporary(preparation.out)
     if replaced:
         try:
             replace_folder(target, new, replaced.written_files)
@@ -184,7 +184,7 @@ class _Preparation:
         if state is not None and state.scan is not None:
             difference = describe_difference(state.arguments, self.arguments)
             if not difference:
-                shards.clear_temporary(self.out)
+                clear_temporary(self.out)
                 self.analysis, self.finished = state.scan, dict(state.shards)
                 return
             if not discard:
@@ -199,7 +199,7 @@ class _Preparation:
             self.out.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"--out {self.out}: cannot be created ({error.strerror}).") from error
-        shards.clear_temporary(self.out)
+        clear_temporary(self.out)
         self.save()
 
     def save(self) -> None:
@@ -216,7 +216,7 @@ class _Preparation:
         if self.started_here:
             delete_files(self.out, self.state.written_files)
             if self.created_folder:
-                shards.clear_temporary(self.out)
+                clear_temporary(self.out)
                 with contextlib.suppress(OSError):
                     self.out.rmdir()
 

@@ -14,7 +14,7 @@ from deskside.data.corpus.baselines import TRAIN_COUNTS
 from deskside.data.reading import shards
 from deskside.data.reading.shards import ShardInfo
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.files import check_replaceable, unowned_files
+from deskside.utils.files import TEMPORARY_SUFFIX, check_replaceable, unowned_files, write_atomically
 from deskside.utils.parsing import json_value
 
 STATE = "prepare.json"
@@ -57,9 +57,9 @@ def read_state(directory: Path) -> PrepareState | None:
 
 
 def write_state(directory: Path, state: PrepareState) -> None:
-    """Write prepare.json. Raises as `shards.write_file`."""
+    """Write prepare.json. Raises as `write_atomically`."""
     text = json.dumps(state.model_dump(mode="json"), ensure_ascii=False) + "\n"
-    shards.write_file(directory / STATE, lambda file: file.write(text.encode("utf-8", "backslashreplace")))
+    write_atomically(directory / STATE, text.encode("utf-8", "backslashreplace"))
 
 
 def open_state(out: Path) -> PrepareState | None:
@@ -75,7 +75,7 @@ def open_state(out: Path) -> PrepareState | None:
 def check_owned(out: Path, state: PrepareState) -> None:
     """Raise UsageError unless `out` can be replaced as a whole: it has only files of this preparation."""
     foreign = [
-        name for name in unowned_files(out, state.written_files) if not name.endswith(shards.TEMPORARY_SUFFIX)
+        name for name in unowned_files(out, state.written_files) if not name.endswith(TEMPORARY_SUFFIX)
     ]
     if foreign:
         raise UsageError(

@@ -373,8 +373,6 @@ class _Saver:
     key: str
 
     def __call__(self, findings: worker.Findings) -> None:
-        from deskside.data.reading.shards import write_file
-
         pairs = [[a, b] for a, b in zip(findings.language, findings.verdict, strict=True)]
         arrays: dict[str, Any] = {
             "key": np.frombuffer(self.key.encode(), np.uint8),
@@ -383,7 +381,7 @@ class _Saver:
             "words": findings.words,
             "verdicts": np.frombuffer(json.dumps(pairs).encode(), np.uint8),
         }
-        write_file(self.path, lambda file: np.savez(file, **arrays))
+        write_atomically(self.path, lambda file: np.savez(file, **arrays))
 
 
 @dataclass

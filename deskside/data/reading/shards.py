@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,13 +34,12 @@ from deskside.config.base import DATA_NOUNS, Part, first_problem
 from deskside.data.encoder import EncoderInfo
 from deskside.data.reading.tags import LanguageCount, TagCount, TagInfo, count_languages, count_tags
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.files import fingerprint, replace_atomically, sync, write_error
+from deskside.utils.files import TEMPORARY_SUFFIX, fingerprint, sync, write_atomically, write_error
 from deskside.utils.parsing import json_value
 
 SCHEMA_VERSION = 1
 INDEX = "index.json"
 STAMP = ".verified.json"  # sizes and times of the files when their checksums were last verified
-TEMPORARY_SUFFIX = ".deskside-tmp"  # unique to this program, so such files may be deleted
 DOCUMENT_DTYPE = np.dtype([("start", "<i8"), ("tag", "<u2")])  # an entry of a document table
 _LOOKUP_TOKENS = 1 << 20  # tokens per lookup of their bytes, which need more memory than the tokens
 MAX_TAGS = 1000  # distinct (source, lang) pairs; further ones are counted together as "other"
@@ -191,21 +190,6 @@ def dtype_for(vocab_size: int) -> Dtype:
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
-def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Write a file as a whole or not at all. write: writes the content. Raises RunError if the disk refuses."""
-    with (
-        replace_atomically(path, path.with_name(path.name + TEMPORARY_SUFFIX)) as temporary,
-        temporary.open("wb") as file,
-    ):
-        write(file)
-
-
-def clear_temporary(directory: Path) -> None:
-    """Delete the temporary files of an interrupted `write_file` or `write_shard`."""
-    for path in directory.glob(f"*{TEMPORARY_SUFFIX}"):
-        path.unlink(missing_ok=True)
-
-
 def write_shard(
     directory: Path,
     name: str,
@@ -220,7 +204,7 @@ def write_shard(
     """Write `name`.bin and `name`.idx.npy (and `name`.mask.bin) under temporary names, for `publish` to rename.
 
     So a shard can be recorded before its files have their final names. token_bytes: bytes of text per token, shape
-    [vocab]. Raises as `write_file`.
+    [vocab]. Raises as `write_atomically`.
     """
     eos_before = int(documents[0].mask is None)  # 1 if each document begins with the end-of-text token
     sizes = np.array([len(d.tokens) + eos_before for d in documents], dtype=np.int64)
@@ -240,9 +224,9 @@ def write_shard(
     masks = [d.mask for d in documents if d.mask is not None]
     if masks:
         mask = np.concatenate([*masks, np.zeros(1, np.uint8)])
-        write_file(mask_path, lambda file: file.write(mask.data))
-    write_file(token_path, lambda file: file.write(tokens.view(np.uint8).data))
-    write_file(table_path, lambda file: np.save(file, table, allow_pickle=False))
+        write_atomically(mask_path, lambda file: file.write(mask.data))
+    write_atomically(token_path, lambda file: file.write(tokens.view(np.uint8).data))
+    write_atomically(table_path, lambda file: np.save(file, table, allow_pickle=False))
     sizes_of_text = [d.text_bytes for d in documents if d.text_bytes is not None]
     words = [d.words for d in documents if d.words is not None]
     starts = range(0, len(tokens), _LOOKUP_TOKENS)
@@ -265,7 +249,7 @@ def write_shard(
 
 
 def publish(directory: Path, info: ShardInfo) -> None:
-    """Rename the files that `write_shard` has written to their final names. Raises as `write_file`."""
+    """Rename the files that `write_shard` has written to their final names. Raises as `write_atomically`."""
     for path in [directory / name for name in (info.file, info.table, info.mask) if name is not None]:
         try:
             os.replace(f"{path}{TEMPORARY_SUFFIX}", path)
@@ -275,10 +259,10 @@ def publish(directory: Path, info: ShardInfo) -> None:
 
 
 def write_index(directory: Path, index: DatasetIndex) -> None:
-    """Write index.json. Raises as `write_file`."""
+    """Write index.json. Raises as `write_atomically`."""
     text = json.dumps(index.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
     # Python has a lone surrogate for each invalid byte of a file name; write it as a JSON escape.
-    write_file(directory / INDEX, lambda file: file.write(text.encode("utf-8", "backslashreplace")))
+    write_atomically(directory / INDEX, text.encode("utf-8", "backslashreplace"))
 
 
 def read_index(directory: Path) -> DatasetIndex:

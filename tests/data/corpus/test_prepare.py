@@ -27,6 +27,7 @@ from deskside.data.corpus.prepare import prepare
 from deskside.data.corpus.prepare_report import Report
 from deskside.data.reading import shards
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.files import TEMPORARY_SUFFIX
 from tests.data.data_corpus import make_corpus
 
 SMALL: dict[str, Any] = {"vocab_size": 400, "workers": 1, "shard_bytes": 60_000, "quiet": True}
@@ -272,10 +273,8 @@ def test_old_data_stays_until_the_new_data_is_complete(
         (tmp_path / "disk").mkdir()
         out.symlink_to(tmp_path / "disk", target_is_directory=True)
     prepare([str(corpus)], out, CorpusOptions(**SMALL))
-    (out / f"train-00099.bin{shards.TEMPORARY_SUFFIX}").write_bytes(b"half")  # left by a kill
-    before = {
-        name: data for name, data in files_of(out).items() if not name.endswith(shards.TEMPORARY_SUFFIX)
-    }
+    (out / f"train-00099.bin{TEMPORARY_SUFFIX}").write_bytes(b"half")  # left by a kill
+    before = {name: data for name, data in files_of(out).items() if not name.endswith(TEMPORARY_SUFFIX)}
     again = {**SMALL, "vocab_size": 300}
     real, made = shard_worker.make_shard, 0
 
@@ -391,7 +390,7 @@ def test_interrupted_after_some_shards(
     def make(job: shard_worker.ShardJob) -> shards.ShardInfo:
         nonlocal made
         if made == after:
-            (out / f"train-00099.bin{shards.TEMPORARY_SUFFIX}").write_bytes(b"half")
+            (out / f"train-00099.bin{TEMPORARY_SUFFIX}").write_bytes(b"half")
             raise _StopHere
         made += 1
         return real(job)
@@ -399,7 +398,7 @@ def test_interrupted_after_some_shards(
     monkeypatch.setattr("deskside.data.corpus.prepare.make_shard", make)
     with pytest.raises(_StopHere):
         prepare([str(corpus)], out, CorpusOptions(**SMALL))
-    assert not list(out.glob(f"*{shards.TEMPORARY_SUFFIX}")) and not (out / "index.json").exists()
+    assert not list(out.glob(f"*{TEMPORARY_SUFFIX}")) and not (out / "index.json").exists()
     monkeypatch.undo()
     assert prepare([str(corpus)], out, CorpusOptions(**SMALL)).kept == after
     prepare([str(corpus)], tmp_path / "straight", CorpusOptions(**SMALL))
@@ -421,7 +420,7 @@ def test_full_disk(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(os, "fsync", fsync)
     with pytest.raises(RunError, match=r"No space left.*free some space"):
         prepare([str(corpus)], out, CorpusOptions(**SMALL))
-    assert not list(out.glob(f"*{shards.TEMPORARY_SUFFIX}"))
+    assert not list(out.glob(f"*{TEMPORARY_SUFFIX}"))
     monkeypatch.undo()
     assert prepare([str(corpus)], out, CorpusOptions(**SMALL)).kept > 0
     assert shards.verify(out).damaged == {}

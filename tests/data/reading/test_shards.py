@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -123,13 +122,3 @@ def test_wrong_directories_and_indexes(copy: Path, tmp_path: Path) -> None:
     (copy / "index.json").unlink()
     with pytest.raises(UsageError, match="not finished: run the same"):
         shards.read_index(copy)
-
-
-def test_full_disk_leaves_no_file_with_the_final_name(tmp_path: Path) -> None:
-    def fail(file: object) -> None:
-        file.write(b"half")  # type: ignore[attr-defined]
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.raises(RunError, match=r"x\.bin: .*No space left.* MiB free.*same command again"):
-        shards.write_file(tmp_path / "x.bin", fail)
-    assert list(tmp_path.iterdir()) == []
