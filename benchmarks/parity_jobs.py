@@ -12,7 +12,7 @@ from deskside.cli.train import COMMAND
 from deskside.config import merge, presets
 from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
-from deskside.data.reading.shards import read_index
+from deskside.data.reading.index import read_index
 from deskside.utils.errors import UsageError
 
 EVALUATIONS = 12  # approximate number per run

@@ -24,7 +24,7 @@ from scipy.optimize import least_squares
 
 from deskside.budget.loss import LAW, R_D, R_N, LossLaw
 from deskside.budget.shape import matmul_params
-from deskside.data.reading.shards import read_index
+from deskside.data.reading.index import read_index
 from deskside.run.directory import RunDirectory
 from deskside.utils.errors import UsageError
 from deskside.utils.format import count

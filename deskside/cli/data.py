@@ -18,7 +18,8 @@ from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption
 from deskside.cli.subcommands import run_subcommand
 from deskside.data.corpus.heldout import validation_warnings
-from deskside.data.reading import shards
+from deskside.data.reading.index import DatasetIndex, read_index
+from deskside.data.reading.verify import raise_if_damaged, verify
 from deskside.utils import hub
 from deskside.utils.console import say
 from deskside.utils.errors import UsageError
@@ -233,14 +234,14 @@ def _print_left_out(
 
 
 def _verify(options: VerifyOptions) -> int:
-    report = shards.verify(options.directory)
+    report = verify(options.directory)
     if options.json:
         print_json({**vars(report), "ok": not report.damaged})
         return 1 if report.damaged else 0
     if report.damaged:
         for file, problem in report.damaged.items():
             print(f"{file}: {problem}", file=sys.stderr)
-        shards.raise_if_damaged(options.directory, report.damaged)
+        raise_if_damaged(options.directory, report.damaged)
     print(f"{report.directory}: {report.shards} shards, {report.gib:.2f} GiB, all checksums match")
     return 0
 
@@ -249,7 +250,7 @@ def _show(options: ShowOptions) -> int:
     from deskside.data.reading.rows import PackedDataset
 
     directory = Path(options.directory)
-    index = shards.read_index(directory)
+    index = read_index(directory)
     splits: dict[str, Any] = {}
     for name, split in index.splits.items():
         splits[name] = {
@@ -294,9 +295,7 @@ def _show(options: ShowOptions) -> int:
     return 0
 
 
-def _print_tables(
-    printer: Printer, index: shards.DatasetIndex, splits: dict[str, Any], all_sources: bool
-) -> None:
+def _print_tables(printer: Printer, index: DatasetIndex, splits: dict[str, Any], all_sources: bool) -> None:
     def row(label: str, cell: Callable[[dict[str, Any]], str]) -> list[str]:
         return [label, *map(cell, splits.values())]
 

@@ -160,7 +160,7 @@ def _request(options: PlanOptions, overrides: dict[str, Any], claimed: claims.Cl
         overrides = {**overrides, "data": {**overrides["data"], "path": data}}
     text = TYPICAL_TEXT
     if data is not None and (Path(data) / "index.json").is_file():
-        from deskside.data.reading.shards import read_index
+        from deskside.data.reading.index import read_index
 
         index = read_index(Path(data))
         splits = index.splits

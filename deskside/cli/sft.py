@@ -43,7 +43,7 @@ class SftRun(FinetuneRun):
 
     def data(self, tokenizer: Path) -> PreparedData:
         from deskside.data.chat.prepare_chat import ChatSpec, cache_key, prepare_chat
-        from deskside.data.reading.shards import read_index
+        from deskside.data.reading.index import read_index
 
         align = self.align
         spec = ChatSpec(align.data, align.val, align.val_fraction, align.turns)
@@ -57,7 +57,7 @@ class SftRun(FinetuneRun):
         return PreparedData(align.data[0], "chat", "conversations", key, key_of, prepare)
 
     def defaults(self, loaded: Any, data: Path, vocab_size: int) -> FinetuneDefaults:
-        from deskside.data.reading.shards import read_index
+        from deskside.data.reading.index import read_index
 
         tokens = read_index(data).splits["train"].tokens
         batch = default_batch(

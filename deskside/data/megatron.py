@@ -25,7 +25,8 @@ from pathlib import Path
 
 import numpy as np
 
-from deskside.data.reading.shards import Dtype, SplitInfo, open_table, open_tokens, read_index
+from deskside.data.reading.index import Dtype, SplitInfo, read_index
+from deskside.data.reading.shards import open_table, open_tokens
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import replace_atomically, write_atomically
 

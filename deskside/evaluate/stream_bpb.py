@@ -21,6 +21,7 @@ from torch import Tensor
 from deskside.data import tokenizer as bpe
 from deskside.data.reading import shards
 from deskside.data.reading.rows import IGNORE
+from deskside.data.reading.verify import checked_index
 from deskside.evaluate.bpb import BitsPerByte
 from deskside.utils.errors import UsageError
 
@@ -55,7 +56,7 @@ class TokenStream:
 def read_stream(data: str | Path, split: str = VAL) -> TokenStream:
     """Read a split of prepared text. Raises UsageError if there is none, RunError if it is damaged."""
     directory = Path(data).expanduser()
-    index = shards.check(directory)
+    index = checked_index(directory)
     if split not in index.splits:
         raise UsageError(f"{directory}: has no split {split!r}; it has {', '.join(sorted(index.splits))}")
     parts = []

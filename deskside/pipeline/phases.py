@@ -370,6 +370,6 @@ def _band_result(band: PlannedBand, full_plan: Plan) -> Result:
 
 
 def _index(data: str) -> Any:
-    from deskside.data.reading.shards import read_index
+    from deskside.data.reading.index import read_index
 
     return read_index(Path(data))

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from deskside.data.reading.shards import DatasetIndex, read_index
+from deskside.data.reading.index import DatasetIndex, read_index
 from deskside.run.directory import resolve_path
 from deskside.run.record import MISSING, mapping, number, read_metrics, read_object
 from deskside.utils import hub

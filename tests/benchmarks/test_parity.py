@@ -14,7 +14,7 @@ import pytest
 from benchmarks import parity, parity_jobs, parity_plots, parity_results, parity_run
 from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.prepare import prepare
-from deskside.data.reading.shards import read_index
+from deskside.data.reading.index import read_index
 from deskside.utils.errors import UsageError
 
 BUNDLED = "bundled:tiny_shakespeare.txt"

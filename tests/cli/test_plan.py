@@ -17,7 +17,7 @@ from deskside.cli.options import Command
 from deskside.config import merge
 from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.prepare import prepare
-from deskside.data.reading.shards import read_index
+from deskside.data.reading.index import read_index
 from deskside.facts.gpus import gpus
 from tests.train.tiny_run import write_text
 

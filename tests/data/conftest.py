@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,3 +24,10 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         CorpusOptions(vocab_size=400, val_fraction=0.1, workers=1, shard_bytes=60_000, quiet=True),
     )
     return out
+
+
+@pytest.fixture
+def copy(prepared: Path, tmp_path: Path) -> Path:
+    """A copy of the data set that the test may damage."""
+    shutil.copytree(prepared, tmp_path / "copy")
+    return tmp_path / "copy"

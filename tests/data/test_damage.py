@@ -12,8 +12,8 @@ import pytest
 from deskside.cli.data import run
 from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.prepare import prepare
-from deskside.data.reading import shards
 from deskside.data.reading.rows import PackedDataset
+from deskside.data.reading.verify import STAMP, checked_index
 from deskside.utils.errors import RunError, UsageError
 from tests.data.data_corpus import make_corpus
 
@@ -114,9 +114,9 @@ def test_prepare(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("content", [b"\xff", b"[", b"3", b"{}", b""])
 def test_stamp(small: Path, content: bytes) -> None:
     """A damaged stamp is rewritten."""
-    (small / shards.STAMP).write_bytes(content)
-    shards.check(small)
-    assert json.loads((small / shards.STAMP).read_text())["index.json"]
+    (small / STAMP).write_bytes(content)
+    checked_index(small)
+    assert json.loads((small / STAMP).read_text())["index.json"]
 
 
 @pytest.mark.parametrize("content", [b"\xff", b"[", b"[]", b"3", b"{", b"[" * 9000])

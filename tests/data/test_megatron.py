@@ -14,7 +14,8 @@ from tokenizers import Tokenizer
 from deskside.data import megatron
 from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.prepare import prepare
-from deskside.data.reading.shards import EncodedDocument, SplitInfo, publish, read_index, write_shard
+from deskside.data.reading.index import SplitInfo, read_index
+from deskside.data.reading.shards import EncodedDocument, publish, write_shard
 from deskside.utils.errors import UsageError
 from tests.oracles import oracle
 

@@ -38,7 +38,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     text = SimpleNamespace(
         splits={"train": SimpleNamespace(tokens=10**11)}, tokenizer=SimpleNamespace(vocab_size=32768)
     )
-    monkeypatch.setattr("deskside.data.reading.shards.read_index", lambda _: text)
+    monkeypatch.setattr("deskside.data.reading.index.read_index", lambda _: text)
     (tmp_path / "deskside-1-py3-none-any.whl").write_text("")
     monkeypatch.chdir(tmp_path)
     return tmp_path

@@ -39,8 +39,19 @@ from deskside.data.corpus.records import Record, iter_records, sources_checksum
 from deskside.data.corpus.sources import Source
 from deskside.data.encoder import choose_encoder, tokenizers_info
 from deskside.data.reading import shards
-from deskside.data.reading.shards import ChatInfo, DatasetIndex, EncodedDocument, SplitInfo
+from deskside.data.reading.index import (
+    SCHEMA_VERSION,
+    ChatInfo,
+    DatasetIndex,
+    ShardInfo,
+    SplitInfo,
+    TokenizerInfo,
+    dtype_for,
+    write_index,
+)
+from deskside.data.reading.shards import EncodedDocument
 from deskside.data.reading.tags import TagInfo
+from deskside.data.reading.verify import verify
 from deskside.utils.console import say
 from deskside.utils.errors import UsageError
 from deskside.utils.files import TEMPORARY_SUFFIX, fingerprint, write_error
@@ -141,7 +152,7 @@ class _Split:
     text_bytes: int = 0
     learnt: int = 0
     digest: Any = field(default_factory=xxhash.xxh3_128)
-    finished: list[shards.ShardInfo] = field(default_factory=list)
+    finished: list[ShardInfo] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -321,7 +332,7 @@ class _ChatPreparation:
             f"{split.name}-{len(split.finished):05d}",
             split.documents,
             eos_id=self.eos_id,
-            dtype=shards.dtype_for(len(self.token_bytes)),
+            dtype=dtype_for(len(self.token_bytes)),
             text_bytes=split.text_bytes,
             token_bytes=self.token_bytes,
             key=split.digest.hexdigest(),
@@ -344,9 +355,9 @@ class _ChatPreparation:
                 )
         write_samples(self.out, self.samples)
         index = DatasetIndex(
-            schema_version=shards.SCHEMA_VERSION,
-            dtype=shards.dtype_for(len(self.token_bytes)),
-            tokenizer=shards.TokenizerInfo(
+            schema_version=SCHEMA_VERSION,
+            dtype=dtype_for(len(self.token_bytes)),
+            tokenizer=TokenizerInfo(
                 checksum=fingerprint(self.out / "tokenizer.json")[1],
                 vocab_size=len(self.token_bytes),
                 eos=self.eos,
@@ -367,8 +378,8 @@ class _ChatPreparation:
             ),
             encoder=self.encoder,
         )
-        shards.write_index(self.out, index)
-        shards.verify(self.out)
+        write_index(self.out, index)
+        verify(self.out)
         return index
 
 

@@ -26,7 +26,7 @@ from deskside.data.corpus.heldout import (
 from deskside.data.corpus.reader import LINE_LIMIT
 from deskside.data.corpus.sources import Source
 from deskside.data.encoder import EncoderInfo
-from deskside.data.reading.shards import MAX_TAGS, LeftOut
+from deskside.data.reading.index import MAX_TAGS, LeftOut
 from deskside.data.tokenizer import spans
 from deskside.utils.errors import UsageError
 from deskside.utils.progress import ProgressBar

@@ -10,8 +10,9 @@ from numpy.typing import NDArray
 
 from deskside.data import tokenizer as bpe
 from deskside.data.reading import shards
+from deskside.data.reading.index import DatasetIndex, SplitInfo
 from deskside.data.reading.rows import IGNORE, PackedDataset
-from deskside.data.reading.shards import DatasetIndex, SplitInfo
+from deskside.data.reading.verify import raise_if_damaged
 from deskside.utils.files import write_atomically
 
 TRAIN_COUNTS = "train-counts.npy"  # token counts of the training split
@@ -72,7 +73,7 @@ def read_train_counts(directory: Path, index: DatasetIndex) -> NDArray[np.int64]
     except (ValueError, EOFError):
         sound = False
     if not sound:
-        shards.raise_if_damaged(directory, {TRAIN_COUNTS: "is damaged"})
+        raise_if_damaged(directory, {TRAIN_COUNTS: "is damaged"})
     return counts
 
 

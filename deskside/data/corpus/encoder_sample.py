@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from deskside.data.reading.shards import MAX_TAGS
+from deskside.data.reading.index import MAX_TAGS
 
 _PIECE_BYTES = 4096
 _PIECES = 256  # in all, 1 MB, which tokenizers encodes in a quarter of a second; more only for more pairs

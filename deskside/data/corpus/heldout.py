@@ -25,7 +25,7 @@ import xxhash
 from deskside.utils.errors import UsageError
 
 if TYPE_CHECKING:
-    from deskside.data.reading.shards import DatasetIndex, SplitInfo
+    from deskside.data.reading.index import DatasetIndex, SplitInfo
 
 MIN_FRACTION, MAX_FRACTION = 0.005, 0.1  # bounds of the default share of validation text
 TARGET_BYTES = 500_000  # default size of the validation text, within these bounds

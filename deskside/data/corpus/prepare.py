@@ -66,8 +66,19 @@ from deskside.data.corpus.sources import Source
 from deskside.data.corpus.tokenizer_sample import check_temperature, plan_sample
 from deskside.data.encoder import EncoderInfo, choose_encoder, still_valid
 from deskside.data.reading import shards
-from deskside.data.reading.shards import DatasetIndex, ShardInfo, SplitInfo, TokenizerInfo
+from deskside.data.reading.index import (
+    SCHEMA_VERSION,
+    DatasetIndex,
+    ShardInfo,
+    SplitInfo,
+    TokenizerInfo,
+    dtype_for,
+    read_index,
+    write_index,
+)
+from deskside.data.reading.index_file import INDEX
 from deskside.data.reading.tags import TagInfo
+from deskside.data.reading.verify import shard_problem, verify
 from deskside.utils.child_process import cpu_cores
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
@@ -226,15 +237,15 @@ class _Preparation:
         Otherwise return None, and delete the index of a damaged data set, which is then repaired. Raises RunError if
         the index or the tokenizer is damaged, which cannot be repaired.
         """
-        if not (self.out / shards.INDEX).is_file():
+        if not (self.out / INDEX).is_file():
             return None
-        damaged = shards.verify(self.out).damaged
+        damaged = verify(self.out).damaged
         if "tokenizer.json" in damaged:
             raise RunError(
                 f"{self.out}: tokenizer.json is damaged, so the tokens cannot be decoded. Use --no-resume to make "
                 "the data again."
             )
-        index = shards.read_index(self.out)
+        index = read_index(self.out)
         try:
             read_train_counts(self.out, index)
         except RunError:
@@ -242,7 +253,7 @@ class _Preparation:
         if not damaged:
             self.kept = sum(len(split.shards) for split in index.splits.values())
             return index
-        (self.out / shards.INDEX).unlink()
+        (self.out / INDEX).unlink()
         return None
 
     def first_pass(self) -> None:
@@ -289,7 +300,7 @@ class _Preparation:
             say(f"encode with {self.encoder.describe()}")
         most = _FAST_WORKERS if self.encoder.library == "fastokens" else cpu_cores()
         workers = self.options.workers or min(cpu_cores(), most)
-        dtype = shards.dtype_for(tokenizer.vocab_size)
+        dtype = dtype_for(tokenizer.vocab_size)
         worker_arguments = (self.out, tokenizer.eos_id, dtype, token_bytes, self.encoder)
         total = self.analysis.text_bytes + self.analysis.val_text_bytes
         optional_pool: AbstractContextManager[WorkerPool | None] = contextlib.nullcontext()
@@ -359,7 +370,7 @@ class _Preparation:
             return False
         if info.key != job.key:
             raise _sources_changed(self.out)
-        return shards.shard_problem(self.out, info, checksums=True) == ""
+        return shard_problem(self.out, info, checksums=True) == ""
 
     def _record_done(self, running: list[tuple[Task[ShardInfo], ShardJob]], bar: ProgressBar) -> None:
         """Record the shards of finished tasks, and remove these from `running`."""
@@ -384,7 +395,7 @@ class _Preparation:
             )
         tokenizer = self.tokenizer[2]
         vocab_size, eos_id = tokenizer.vocab_size, tokenizer.eos_id
-        dtype = shards.dtype_for(vocab_size)
+        dtype = dtype_for(vocab_size)
         splits = {
             split: SplitInfo.of([self.finished[name] for name in names])
             for split, names in self.shard_names.items()
@@ -401,7 +412,7 @@ class _Preparation:
                 }
             )
         index = DatasetIndex(
-            schema_version=shards.SCHEMA_VERSION,
+            schema_version=SCHEMA_VERSION,
             dtype=dtype,
             tokenizer=tokenizer,
             tags=[TagInfo(source=source, lang=lang) for source, lang in self.analysis.tags],
@@ -412,8 +423,8 @@ class _Preparation:
             arguments=self.arguments,
             encoder=self.encoder,
         )
-        shards.write_index(self.out, index)
-        shards.verify(self.out)
+        write_index(self.out, index)
+        verify(self.out)
         return index
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deskside.data.corpus.heldout import validation_warnings
-from deskside.data.reading.shards import DatasetIndex
+from deskside.data.reading.index import DatasetIndex
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,15 @@ from pydantic import ValidationError
 from deskside.config.base import Part, first_problem
 from deskside.data.corpus.analyze import Analysis
 from deskside.data.corpus.baselines import TRAIN_COUNTS
-from deskside.data.reading import shards
-from deskside.data.reading.shards import ShardInfo
+from deskside.data.reading.index import ShardInfo
+from deskside.data.reading.index_file import INDEX
+from deskside.data.reading.verify import STAMP
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import TEMPORARY_SUFFIX, check_replaceable, unowned_files, write_atomically
 from deskside.utils.parsing import json_value
 
 STATE = "prepare.json"
-FIXED_FILES = (STATE, shards.INDEX, shards.STAMP, TRAIN_COUNTS, "tokenizer.json", "tokenizer_config.json")
+FIXED_FILES = (STATE, INDEX, STAMP, TRAIN_COUNTS, "tokenizer.json", "tokenizer_config.json")
 
 
 class PrepareState(Part):

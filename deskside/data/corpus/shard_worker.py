@@ -14,6 +14,7 @@ from deskside.data import tokenizer as bpe
 from deskside.data.corpus.heldout import text_hash
 from deskside.data.encoder import Encoder, EncoderInfo, encode, make_encoder
 from deskside.data.reading import shards
+from deskside.data.reading.index import ShardInfo
 from deskside.data.reading.tags import count_words
 
 
@@ -86,7 +87,7 @@ def start_worker(
     _state = _WorkerState(directory, eos_id, dtype, token_bytes, make_encoder(tokenizer_json, encoder))
 
 
-def make_shard(job: ShardJob) -> shards.ShardInfo:
+def make_shard(job: ShardJob) -> ShardInfo:
     """Tokenize one shard and write its files under temporary names, for `shards.publish` to rename.
 
     Raises RunError if the shard cannot be written.

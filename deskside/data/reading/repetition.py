@@ -13,8 +13,8 @@ import numpy as np
 
 from deskside.budget.loss import MAX_EPOCHS
 from deskside.config.sections import DataConfig
+from deskside.data.reading.index import read_index
 from deskside.data.reading.mixing import Mixture, temperature_weights
-from deskside.data.reading.shards import read_index
 
 Sizes = Mapping[str, int]  # tokens of each component
 

@@ -24,6 +24,7 @@ from deskside.data.reading.mixing import PERIOD, Mixture, assign_components, tem
 from deskside.data.reading.packing import Packing, pack
 from deskside.data.reading.shuffle import combine_keys, endless_shuffle
 from deskside.data.reading.shuffled_packing import ShuffledPacking, max_pieces
+from deskside.data.reading.verify import checked_index
 from deskside.utils.errors import UsageError
 
 IGNORE = -100  # the target of padding and of tokens not trained on, ignored by the loss
@@ -57,7 +58,7 @@ class Truncation:
 
 
 class PackedDataset:
-    """One split of a prepared data set, checked (see `shards.check`) and packed for one sequence length.
+    """One split of a prepared data set, checked (see `checked_index`) and packed for one sequence length.
 
     weights: of sources and languages, to mix them. language_temperature, source_temperature: mix the languages or the
     sources by their size. Give at most one of the three; see `mixing`. languages: those of its documents, sorted.
@@ -80,7 +81,7 @@ class PackedDataset:
         source_temperature: float | None = None,
     ) -> None:
         directory = Path(path).expanduser()
-        index = shards.check(directory)
+        index = checked_index(directory)
         if split not in index.splits:
             raise UsageError(
                 f"{directory}: has no split {split!r}. It has: {', '.join(sorted(index.splits))}."

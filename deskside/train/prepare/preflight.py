@@ -35,7 +35,7 @@ def check_start(config: RunConfig) -> None:
     check_path(config)
     index = Path(str(config.data.path)) / "index.json"
     if config.align is None and index.is_file():
-        from deskside.data.reading.shards import read_index  # imports numpy, which takes time
+        from deskside.data.reading.index import read_index  # imports numpy, which takes time
 
         check_vocabulary(config, read_index(index.parent).tokenizer.vocab_size)
 

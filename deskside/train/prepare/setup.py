@@ -18,7 +18,7 @@ from deskside.config.sections import AdapterConfig
 from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.heldout import validation_warnings
 from deskside.data.corpus.prepare import prepare
-from deskside.data.reading.shards import read_index
+from deskside.data.reading.index import read_index
 from deskside.kernels.functional import create_cuda_context_for_autograd
 from deskside.kernels.moe import grouped_backend
 from deskside.model.init import allocate, initialize

@@ -22,7 +22,7 @@ from deskside.data.chat.prepare_chat import (
     describe_data,
     prepare_chat,
 )
-from deskside.data.reading import shards
+from deskside.data.reading.index import read_index
 from deskside.data.reading.loader import Loader, LoaderOptions
 from deskside.data.reading.rows import IGNORE, PackedDataset
 from deskside.utils.errors import RunError, UsageError
@@ -94,7 +94,7 @@ def test_packing_changes_no_target(prepared: Path, tokenizer: Path) -> None:
     whole = expected(tokenizer, conversations(120))
     both = [p for split in ("train", "val") for p in pieces(PackedDataset(prepared, split, 256))]
     assert len(both) == len(whole) == len(set(both)) and dict(both) == whole
-    index = shards.read_index(prepared)
+    index = read_index(prepared)
     assert len(index.splits["train"].shards) > 1  # makes packing cross shards
     assert (
         index.chat is not None

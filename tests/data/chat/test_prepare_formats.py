@@ -23,7 +23,7 @@ from deskside.data.chat.prepare_chat import (
     prepare_chat,
 )
 from deskside.data.corpus.bad_input import NO_COLUMN
-from deskside.data.reading import shards
+from deskside.data.reading.index import read_index
 from deskside.data.reading.rows import IGNORE, PackedDataset
 from tests.data import chat_tokenizer
 from tests.data.chat.tricky import ASK, SUNNY, WEATHER, assistant, call, calling, result
@@ -147,7 +147,7 @@ def test_an_index_of_an_earlier_version_is_read(tmp_path: Path, tokenizer: Path)
     for name in ("formats", "unlearnt_turns", "rewritten"):
         del index["chat"][name]
     file.write_text(json.dumps({**index, "chat": {**index["chat"], "last_turn_only": 3}}))
-    found = shards.read_index(tmp_path / "data")
+    found = read_index(tmp_path / "data")
     assert found.chat is not None and found.chat.formats == {}
     describe_data(found, lambda line: None)
     (tmp_path / "samples.json").write_text(json.dumps([talk("a", "b")]))

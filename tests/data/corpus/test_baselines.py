@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from deskside.data import tokenizer as bpe
 from deskside.data.corpus.baselines import TRAIN_COUNTS, baselines_of_rows
-from deskside.data.reading import shards
+from deskside.data.reading.index import read_index
 from deskside.data.reading.loader import evaluated_rows
 from deskside.data.reading.rows import IGNORE, PackedDataset
 from deskside.utils.errors import RunError
@@ -59,4 +59,4 @@ def test_bytes_of_tokens(prepared: Path) -> None:
     for text in ("नदी पत्थर\n\t\x00\x7f\xad é", "ships 🎉"):
         assert b"".join(texts[i] for i in tokenizer.encode(text).ids) == text.encode()
     assert {text for text in texts if len(text) == 1} == {bytes([b]) for b in range(256)}
-    assert shards.read_index(prepared).tokenizer.vocab_size == len(texts)
+    assert read_index(prepared).tokenizer.vocab_size == len(texts)

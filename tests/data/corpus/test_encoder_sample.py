@@ -2,7 +2,7 @@ import random
 
 from deskside.data.corpus.encoder_sample import EncoderSample
 from deskside.data.corpus.heldout import text_hash
-from deskside.data.reading.shards import MAX_TAGS
+from deskside.data.reading.index import MAX_TAGS
 
 
 def test_every_source_and_language_is_sampled_from_the_whole_corpus_in_any_order() -> None:

@@ -21,7 +21,7 @@ from deskside.data.corpus.heldout import (
     validation_warnings,
 )
 from deskside.data.corpus.prepare import prepare
-from deskside.data.reading import shards
+from deskside.data.reading.index import read_index
 from tests.data.data_corpus import make_corpus
 
 ROOT = Path(__file__).parents[3]
@@ -29,7 +29,7 @@ SMALL: dict[str, Any] = {"vocab_size": 300, "workers": 1, "quiet": True}
 
 
 def languages(out: Path, split: str) -> set[tuple[str, str]]:
-    index = shards.read_index(out)
+    index = read_index(out)
     tags = {tag for shard in index.splits[split].shards for tag in shard.tags}
     return {(index.tags[tag].source, index.tags[tag].lang) for tag in tags}
 
@@ -67,7 +67,7 @@ def test_every_file_is_represented_and_order_does_not_matter(tmp_path: Path) -> 
     found = []
     for order, out in ((names, "a"), (names[::-1], "b")):
         prepare(order, tmp_path / out, CorpusOptions(val_fraction=1e-9, tokenizer=None, **SMALL))
-        found.append(shards.read_index(tmp_path / out).splits["val"])
+        found.append(read_index(tmp_path / out).splits["val"])
     assert found[0].documents == found[1].documents >= 4 and found[0].text_bytes == found[1].text_bytes
 
 
@@ -125,7 +125,7 @@ def test_hash_ignores_white_space_at_the_ends(text: str, long: bool) -> None:
 
 
 def test_only_the_size_of_the_validation_text_gives_a_warning(prepared: Path) -> None:
-    index = shards.read_index(prepared)
+    index = read_index(prepared)
 
     def warnings(size: int, documents: int, training: int) -> list[str]:
         splits = dict(index.splits)

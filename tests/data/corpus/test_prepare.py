@@ -26,6 +26,8 @@ from deskside.data.corpus.heldout import Holdout, tail_start, text_hash
 from deskside.data.corpus.prepare import prepare
 from deskside.data.corpus.prepare_report import Report
 from deskside.data.reading import shards
+from deskside.data.reading.index import ShardInfo, read_index
+from deskside.data.reading.verify import STAMP, verify
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import TEMPORARY_SUFFIX
 from tests.data.data_corpus import make_corpus
@@ -39,7 +41,7 @@ class _StopHere(Exception):
 
 def texts_of(out: Path, split: str) -> list[str]:
     """Return every document of a split, decoded from the shards."""
-    index = shards.read_index(out)
+    index = read_index(out)
     tokenizer = bpe.load(out)
     found = []
     for shard in index.splits[split].shards:
@@ -52,7 +54,7 @@ def texts_of(out: Path, split: str) -> list[str]:
 
 
 def files_of(out: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in sorted(out.iterdir()) if p.name != shards.STAMP}
+    return {p.name: p.read_bytes() for p in sorted(out.iterdir()) if p.name != STAMP}
 
 
 @pytest.fixture
@@ -65,11 +67,11 @@ def test_every_document_comes_back_in_one_split(prepared: Path) -> None:
     records = [json.loads(line) for line in (prepared.parent / "corpus.jsonl").read_text().splitlines()]
     train, val = texts_of(prepared, "train"), texts_of(prepared, "val")
     assert sorted(train + val) == sorted(r["text"] for r in records)
-    assert 10 < len(val) < 60 and len(shards.read_index(prepared).splits["train"].shards) > 2
+    assert 10 < len(val) < 60 and len(read_index(prepared).splits["train"].shards) > 2
 
 
 def test_index_counts_and_baselines(prepared: Path) -> None:
-    index = shards.read_index(prepared)
+    index = read_index(prepared)
     tokenizer = bpe.load(prepared)
     for name, split in index.splits.items():
         texts = texts_of(prepared, name)
@@ -178,7 +180,7 @@ def test_bad_input_is_counted_in_report_and_index(corpus: Path, tmp_path: Path) 
         file.write(b'{"text": "caf\xe9"}\n{"body": 1}\n{"text": ""}\n{"te')
     report = prepare([str(corpus), str(tmp_path / "no.txt")], tmp_path / "out", CorpusOptions(**SMALL))
     counts = {reason: entry["count"] for reason, entry in report.bad_input["train"].items()}
-    assert sum(counts.values()) == 5 and report.bad_input == shards.read_index(tmp_path / "out").bad_input
+    assert sum(counts.values()) == 5 and report.bad_input == read_index(tmp_path / "out").bad_input
     assert f"{corpus}:301" in report.bad_input["train"]["not UTF-8"]["first"][0]
     with pytest.raises(UsageError, match=r"corpus\.jsonl:301.*not UTF-8"):
         prepare([str(corpus)], tmp_path / "refused", CorpusOptions(on_bad="refuse", **SMALL))
@@ -261,7 +263,7 @@ def test_sources_inside_out_survive(corpus: Path, tmp_path: Path) -> None:
     report = prepare(
         [str(corpus)], out, CorpusOptions(tokenizer=out, resume=False, val_fraction=0.3, **SMALL)
     )
-    assert report.vocab_size > 300 and not shards.verify(out).damaged
+    assert report.vocab_size > 300 and not verify(out).damaged
 
 
 @pytest.mark.parametrize("link", [False, True])
@@ -278,7 +280,7 @@ def test_old_data_stays_until_the_new_data_is_complete(
     again = {**SMALL, "vocab_size": 300}
     real, made = shard_worker.make_shard, 0
 
-    def make(job: shard_worker.ShardJob) -> shards.ShardInfo:
+    def make(job: shard_worker.ShardJob) -> ShardInfo:
         nonlocal made
         made += 1
         if made == 3:
@@ -324,7 +326,7 @@ def test_interrupted_replacement_accepts_other_arguments(
     ):
         patch.setattr("deskside.utils.files.os.rename", refuse)
         prepare([str(corpus)], out, CorpusOptions(resume=False, **{**SMALL, "vocab_size": 310}))
-    assert shards.read_index(out).arguments["vocab_size"] == 400
+    assert read_index(out).arguments["vocab_size"] == 400
     assert (
         prepare([str(corpus)], out, CorpusOptions(resume=False, **{**SMALL, "vocab_size": 300})).vocab_size
         == 300
@@ -387,7 +389,7 @@ def test_interrupted_after_some_shards(
     made = 0
     real = shard_worker.make_shard
 
-    def make(job: shard_worker.ShardJob) -> shards.ShardInfo:
+    def make(job: shard_worker.ShardJob) -> ShardInfo:
         nonlocal made
         if made == after:
             (out / f"train-00099.bin{TEMPORARY_SUFFIX}").write_bytes(b"half")
@@ -423,7 +425,7 @@ def test_full_disk(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert not list(out.glob(f"*{TEMPORARY_SUFFIX}"))
     monkeypatch.undo()
     assert prepare([str(corpus)], out, CorpusOptions(**SMALL)).kept > 0
-    assert shards.verify(out).damaged == {}
+    assert verify(out).damaged == {}
 
 
 def _kill_run(corpus: Path, out: Path, delay: float, signal_number: int) -> None:
@@ -463,14 +465,14 @@ def _check_kills(corpus: Path, tmp_path: Path, seed: int, kills: int) -> None:
     for _ in range(kills):
         _kill_run(corpus, out, float(rng.uniform(0.4, 1.6)), signal.SIGKILL)
     report: Report = prepare([str(corpus)], out, CorpusOptions(**SMALL))
-    assert report.made + report.kept == sum(len(s.shards) for s in shards.read_index(out).splits.values())
+    assert report.made + report.kept == sum(len(s.shards) for s in read_index(out).splits.values())
     prepare([str(corpus)], tmp_path / "straight", CorpusOptions(**SMALL))
     assert files_of(out) == files_of(tmp_path / "straight")
 
 
 def test_existing_tokenizer(corpus: Path, prepared: Path, tmp_path: Path) -> None:
     prepare([str(corpus)], tmp_path / "out", CorpusOptions(tokenizer=prepared, **SMALL))
-    ours, theirs = shards.read_index(tmp_path / "out"), shards.read_index(prepared)
+    ours, theirs = read_index(tmp_path / "out"), read_index(prepared)
     assert ours.tokenizer == theirs.tokenizer
 
 
@@ -490,7 +492,7 @@ def test_a_tokenizer_that_truncates_and_pads_loses_no_text(
     bpe.save(tokenizer, tmp_path / "cut")
     for name, given_tokenizer in (("whole", prepared), ("out", tmp_path / "cut")):
         prepare([str(corpus)], tmp_path / name, CorpusOptions(tokenizer=str(given_tokenizer), **SMALL))
-    whole, out = (shards.read_index(tmp_path / name) for name in ("whole", "out"))
+    whole, out = (read_index(tmp_path / name) for name in ("whole", "out"))
     assert out.encoder and out.encoder.library == library
     assert out.splits == whole.splits
 
@@ -571,7 +573,7 @@ def test_data_encoded_by_either_library_is_the_same(
         )
         prepare([str(corpus)], tmp_path / "slow", options)
     prepare([str(corpus)], tmp_path / "fast", options)
-    slow, fast = (shards.read_index(tmp_path / name) for name in ("slow", "fast"))
+    slow, fast = (read_index(tmp_path / name) for name in ("slow", "fast"))
     assert slow.encoder and (slow.encoder.library, slow.encoder.reason) == ("tokenizers", "is not asked for")
     assert fast.encoder and (fast.encoder.library, fast.encoder.reason) == ("fastokens", "")
     assert slow.splits == fast.splits and slow.tags == fast.tags

@@ -11,7 +11,7 @@ from typing import Any
 
 from deskside.config import presets
 from deskside.config.duration import Duration
-from deskside.data.reading.shards import SCHEMA_VERSION, DatasetIndex, ShardInfo, SplitInfo, TokenizerInfo
+from deskside.data.reading.index import SCHEMA_VERSION, DatasetIndex, ShardInfo, SplitInfo, TokenizerInfo
 from deskside.data.reading.tags import TagCount, TagInfo
 from deskside.plan.card import PlanCard
 from deskside.study.execute.devices import Device
