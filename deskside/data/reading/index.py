@@ -21,6 +21,7 @@ from deskside.utils.parsing import json_value
 
 SCHEMA_VERSION = 1
 DOCUMENT_DTYPE = np.dtype([("start", "<i8"), ("tag", "<u2")])  # an entry of a document table
+SUMS = ("tokens", "documents", "text_bytes", "token_text_bytes")  # of a split: the sums over its shards
 MAX_TAGS = 1000  # distinct (source, lang) pairs; further ones are counted together as "other"
 
 Dtype = Literal["uint16", "uint32"]
@@ -72,8 +73,7 @@ class SplitInfo(Part):
     @classmethod
     def of(cls, shards: list[ShardInfo]) -> SplitInfo:
         """Return the totals of a split of these shards, without baselines."""
-        sums = ("tokens", "documents", "text_bytes", "token_text_bytes")
-        return cls(shards=shards, **{name: sum(getattr(shard, name) for shard in shards) for name in sums})
+        return cls(shards=shards, **{name: sum(getattr(shard, name) for shard in shards) for name in SUMS})
 
     def counts_by_tag(self) -> dict[int, tuple[int, int]]:
         """Return the documents and tokens of each tag, most tokens first."""
@@ -143,7 +143,7 @@ class DatasetIndex(Part):
         for name, split in self.splits.items():
             if max((tag for shard in split.shards for tag in shard.tags), default=0) >= len(self.tags):
                 raise ValueError(f"splits.{name}: a shard has a tag that is not in tags")
-            for key in ("tokens", "documents", "text_bytes"):
+            for key in SUMS:
                 if getattr(split, key) != sum(getattr(shard, key) for shard in split.shards):
                     raise ValueError(f"splits.{name}.{key}: is not the sum over its shards")
         return self

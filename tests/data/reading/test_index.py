@@ -9,6 +9,7 @@ import pytest
 from deskside.config.align import AlignConfig
 from deskside.config.base import DATA_NOUNS
 from deskside.data.reading.index import dtype_for, read_index
+from deskside.data.reading.index_file import INDEX
 from deskside.utils.errors import RunError, UsageError
 
 
@@ -33,4 +34,13 @@ def test_wrong_directories_and_indexes(copy: Path, tmp_path: Path) -> None:
             read_index(copy)
     (copy / "index.json").unlink()
     with pytest.raises(UsageError, match="not finished: run the same"):
+        read_index(copy)
+
+
+@pytest.mark.parametrize("key", ["tokens", "documents", "text_bytes", "token_text_bytes"])
+def test_totals_that_are_not_the_sums_over_the_shards_are_damage(copy: Path, key: str) -> None:
+    index = json.loads((copy / INDEX).read_text())
+    index["splits"]["val"][key] += 1
+    (copy / INDEX).write_text(json.dumps(index))
+    with pytest.raises(RunError, match=rf"splits\.val\.{key}"):
         read_index(copy)
