@@ -25,6 +25,7 @@ from scipy.optimize import least_squares
 from deskside.budget.loss import LAW, R_D, R_N, LossLaw
 from deskside.budget.shape import matmul_params
 from deskside.data.reading.index import read_index
+from deskside.data.reading.index_file import is_prepared
 from deskside.run.directory import RunDirectory
 from deskside.utils.errors import UsageError
 from deskside.utils.format import count
@@ -121,7 +122,7 @@ def read_point(folder: Path) -> RepetitionPoint:
     unique = plan.get("train_tokens")
     if unique is None:  # a run of before 2026-11-24
         data = Path(config.data.path or "")
-        if not (data / "index.json").is_file():
+        if not is_prepared(data):
             raise UsageError(f"{folder}: does not say how much text it has, and {data} is not here")
         unique = read_index(data).splits["train"].tokens
     return RepetitionPoint(

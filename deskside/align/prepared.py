@@ -37,8 +37,10 @@ from deskside.data.corpus.heldout import is_validation
 from deskside.data.corpus.process_pool import map_in_order
 from deskside.data.corpus.records import iter_records
 from deskside.data.corpus.sources import Source
+from deskside.data.reading.index_file import INDEX
+from deskside.utils import strict_json
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.files import fingerprint
+from deskside.utils.files import fingerprint, write_atomically
 from deskside.utils.parsing import json_value
 from deskside.utils.progress import ProgressBar
 
@@ -202,7 +204,7 @@ def prepare_folder(
             "left_out": log.as_dict(),
             "duplicates_of_validation": duplicates,
         }
-        (new / "index.json").write_text(json.dumps(index, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        write_atomically(new / INDEX, strict_json.dump_bytes(index, indent=1))
     return index
 
 
@@ -221,7 +223,7 @@ def open_index(path: Path, kind: Kind, vocab_size: int) -> dict[str, Any]:
     damaged.
     """
     try:
-        index: dict[str, Any] = json_value((path / "index.json").read_bytes())
+        index: dict[str, Any] = json_value((path / INDEX).read_bytes())
         found_kind: DataKind = index.get("kind") or ("conversations" if index.get("chat") else "text")
         if found_kind != kind:
             found, noun = DATA_NOUNS[found_kind], DATA_NOUNS[kind]
@@ -244,7 +246,7 @@ def open_index(path: Path, kind: Kind, vocab_size: int) -> dict[str, Any]:
 def key_of(path: Path) -> str | None:
     """Return the `FolderSpec.key` of a prepared folder, or None if it has none or cannot be read."""
     try:
-        return str(json_value((path / "index.json").read_bytes())["key"])
+        return str(json_value((path / INDEX).read_bytes())["key"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -31,6 +31,7 @@ from deskside.config import merge, presets
 from deskside.config.dimensions import padded_vocabulary
 from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
+from deskside.data.reading.index_file import INDEX
 from deskside.run.directory import RunDirectory
 from deskside.train.prepare.preflight import set_cublas_workspace, too_short
 from deskside.utils.console import say
@@ -112,7 +113,7 @@ class PreparedData:
             if data_path is None
             else Path(os.path.expanduser(data_path))
         )
-        index, deadline = path / "index.json", time.monotonic() + WAIT_SECONDS
+        index, deadline = path / INDEX, time.monotonic() + WAIT_SECONDS
         while not index.is_file() and int(os.environ.get("RANK", "0")) and time.monotonic() < deadline:
             time.sleep(0.5)
         if not index.is_file():

@@ -16,6 +16,7 @@ from typing import Any
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import launch
 from deskside.config import merge
+from deskside.data.reading.index_file import is_prepared
 from deskside.measurements.store import open_store
 from deskside.pipeline import phases
 from deskside.pipeline.pipeline_state import PipelineState
@@ -130,7 +131,7 @@ class Pipeline:
 
         config = merge.build([phases.preset_config(self.request())])
         data = config.data
-        if data.path is None or not data.sources or (Path(data.path) / "index.json").exists():
+        if data.path is None or not data.sources or is_prepared(data.path):
             return
         self.say(f"preparing {', '.join(data.sources)} into {data.path}")
         vocabulary = config.model.vocab_size

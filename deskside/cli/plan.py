@@ -16,6 +16,7 @@ from deskside.config import merge
 from deskside.config.duration import HOURS
 from deskside.config.model import ModelConfig
 from deskside.config.vocabulary import vocabulary_layer
+from deskside.data.reading.index_file import is_prepared
 from deskside.facts.checkpoint_names import hub_name_hint
 from deskside.plan import claim_check as claims
 from deskside.plan.planner import make_plan
@@ -159,7 +160,7 @@ def _request(options: PlanOptions, overrides: dict[str, Any], claimed: claims.Cl
         data = os.path.expanduser(data)
         overrides = {**overrides, "data": {**overrides["data"], "path": data}}
     text = TYPICAL_TEXT
-    if data is not None and (Path(data) / "index.json").is_file():
+    if data is not None and is_prepared(data):
         from deskside.data.reading.index import read_index
 
         index = read_index(Path(data))

@@ -22,7 +22,7 @@ from deskside.study.execute.journal import FINAL, TrialHistory, replay_file
 from deskside.study.execute.ray_executor import RayExecutor
 from deskside.study.execute.study_folder import StudyFolder, StudyPlan
 from deskside.study.forecast import forecast, local_machine
-from deskside.study.results import Results
+from deskside.study.results import PLAN, RESULTS, Results
 from deskside.study.spec import parse_spec
 from deskside.study.spec.expand import Expansion, PlannedArm, expand
 from deskside.study.spec.parse_spec import check_seeds
@@ -186,7 +186,7 @@ def _requested_study(
         folder = StudyFolder(Path(directory))
         if not folder.begun:
             raise UsageError(
-                f"{directory}: is not a study (no study.json); start one with: deskside study STUDY --out DIR"
+                f"{directory}: is not a study (no {PLAN}); start one with: deskside study STUDY --out DIR"
             )
         defining = [f"--{key.replace('_', '-')}" for key in DEFINING_OPTIONS if getattr(options, key)]
         defining += [f"--{part}" for part in given]
@@ -324,7 +324,7 @@ def _run(
                 "signal": stopped,
                 "study": results.name,
                 "out": str(folder.path),
-                "results": str(folder.path / "results.json"),  # holds the numbers
+                "results": str(folder.path / RESULTS),  # holds the numbers
                 "report": None if page is None else str(page),
                 "trials": _counts(results),
                 "arms": [
@@ -369,5 +369,5 @@ def _print_outcome(folder: StudyFolder, results: Results, page: Path) -> None:
     commands = [f"dashboard {shlex.quote(str(folder.path.parent))}"]
     if failed := [status for status in counts if status in FINAL and status != "finished"]:
         commands.append(f"study {path} --resume --again {','.join(failed)}")
-    files = {"results": folder.path / "results.json", "report": page}
+    files = {"results": folder.path / RESULTS, "report": page}
     print_answer(printer, f"{plural(sum(counts.values()), 'trial')}: {answer}.", files, *commands)

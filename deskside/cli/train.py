@@ -27,6 +27,7 @@ from deskside.config.gpu_batch import build_on_gpus
 from deskside.config.model import ModelConfig
 from deskside.config.optim import TABLE_RATES
 from deskside.config.run import RunConfig
+from deskside.data.reading.index_file import is_prepared
 from deskside.run.directory import RunDirectory
 from deskside.train.prepare.preflight import check_start, set_cublas_workspace
 from deskside.utils.console import say
@@ -267,7 +268,7 @@ def _dry_run(config: RunConfig, initial: Any, as_json: bool) -> int:
         from deskside.train.text_rows import check_data  # imports numpy, which takes time
 
         check_data(config)
-        if initial is not None and (Path(config.data.path) / "index.json").is_file():
+        if initial is not None and is_prepared(config.data.path):
             from deskside.train.state.init_weights import InitialWeights
 
             InitialWeights.of(initial, initial.source).check_tokenizer(Path(config.data.path))

@@ -19,12 +19,12 @@ from deskside.dashboard.studies import Study
 from deskside.run import record
 from deskside.run.record import MetricsLog, RunRecord
 from deskside.study.liveness import held_locks, is_live, mark_interrupted
-from deskside.study.results import Results
+from deskside.study.results import PLAN, RESULTS, Results
 
 REFRESH_SECONDS = 2  # between two looks at the files of runs and studies that are not finished
 SCAN_SECONDS = 4  # a scan result is used for this long
 MAX_SMALL, MAX_LARGE = 20_000, 64
-STUDY_FILES = ("results.json", "study.json")
+STUDY_FILES = (RESULTS, PLAN)
 SEARCH_FILES = ("search.json", "result.json")
 RUN_JSON_FILES = ("run.json", "summary.json", "plan.json", "environment.json")
 Value = TypeVar("Value")

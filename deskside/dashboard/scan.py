@@ -14,10 +14,12 @@ from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
 
+from deskside.study.results import PLAN, RESULTS
+
 MAX_DEPTH = 5  # studies/NAME/runs/ARM is four levels below the root
 MAX_DIRECTORIES = 20_000
 SEARCH_MARKERS = frozenset(("search.json",))
-STUDY_MARKERS = frozenset(("results.json", "study.json"))
+STUDY_MARKERS = frozenset((PLAN, RESULTS))
 RUN_MARKERS = frozenset(("run.json", "metrics.jsonl", "summary.json"))
 SKIPPED_DIRECTORIES = frozenset(
     ("checkpoints", "model", "plots", "__pycache__", "node_modules", "site-packages")

@@ -25,11 +25,11 @@ def read_study(path: Path) -> Study | None:
     try:
         return Study(path, study_results.read(path), "")
     except (RunError, UsageError) as error:
-        if not (path / "study.json").exists() and not _claims_to_be_study(path / "results.json"):
+        if not (path / study_results.PLAN).exists() and not _claims_to_be_study(path / study_results.RESULTS):
             return None
-        if not (path / "results.json").exists():
-            return Study(path, None, "no trial has started yet (there is no results.json)")
-        return Study(path, None, str(error).removeprefix(f"{path / 'results.json'}: "))
+        if not (path / study_results.RESULTS).exists():
+            return Study(path, None, f"no trial has started yet (there is no {study_results.RESULTS})")
+        return Study(path, None, str(error).removeprefix(f"{path / study_results.RESULTS}: "))
 
 
 def _claims_to_be_study(path: Path) -> bool:

@@ -17,6 +17,7 @@ from deskside.config import merge, presets
 from deskside.config.gpu_batch import build_on_gpus
 from deskside.config.run import RunConfig
 from deskside.config.vocabulary import vocabulary_layer
+from deskside.data.reading.index_file import is_prepared
 from deskside.doctor.examine import examine
 from deskside.measurements.store import Busy, Row, Store
 from deskside.plan.candidates import ends_early
@@ -266,7 +267,7 @@ def prepared_data(request: PipelineRequest) -> str | None:
     data = request.data
     if data is None and request.preset is not None:
         data = merge.build([*presets.for_pretraining(request.preset), given_layer(request)]).data.path
-    return data if data is not None and (Path(data) / "index.json").is_file() else None
+    return data if data is not None and is_prepared(data) else None
 
 
 def _text(data: str | None) -> TextBaselines:

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from deskside import __version__
+from deskside.data.reading.index_file import is_prepared
 from deskside.facts.gpus import Gpu
 from deskside.facts.power_and_prices import rental_prices
 from deskside.plan.result import PLACEHOLDERS, Plan, PlannedBand
@@ -172,7 +173,7 @@ def _command(band: PlannedBand) -> tuple[list[str], Path]:
     if at is None or PLACEHOLDERS.keys() & set(words):
         raise UsageError("--cloud: writes tasks of deskside train only; plan without options of fine-tuning")
     data = Path(words[at]).resolve()
-    if not (data / "index.json").is_file():
+    if not is_prepared(data):
         raise UsageError(f"--data.path {words[at]}: is no prepared data; make it with: deskside data prepare")
     if "--init" in words and hub_model(source := words[words.index("--init") + 1]) is None:
         raise UsageError(f"--cloud: --init {source} is on this machine; name a model of the hub: owner/name")

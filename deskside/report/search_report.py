@@ -32,6 +32,7 @@ from deskside.report.search_chart_data import (
     slices,
 )
 from deskside.report.svg import save
+from deskside.study.results import PLAN
 from deskside.study.search.outcome import Outcome, SearchTrial, settings_text, trial_status_text
 from deskside.study.search.search_folder import WINNER
 from deskside.study.search.suggestions import FILE, REDUCTION_FACTOR, RUNGS
@@ -169,5 +170,5 @@ def _commands(folder: Path) -> list[str]:
     """Return the commands that a reader may need next."""
     path = shlex.quote(str(folder))
     winner = [f"deskside train {path}/{WINNER}"] if (folder / WINNER).exists() else []
-    confirm = [f"deskside report {path}/confirm"] if (folder / "confirm" / "study.json").exists() else []
+    confirm = [f"deskside report {path}/confirm"] if (folder / "confirm" / PLAN).exists() else []
     return [*winner, *confirm, f"optuna-dashboard sqlite:///{path}/{FILE}"]

@@ -18,7 +18,7 @@ from deskside.utils.files import write_atomically
 
 def is_study(folder: Path) -> bool:
     """Return True if a directory holds a study."""
-    return any((folder / name).is_file() for name in ("results.json", "study.json"))
+    return any((folder / name).is_file() for name in (studies.PLAN, studies.RESULTS))
 
 
 def is_search(folder: Path) -> bool:
@@ -61,14 +61,14 @@ def write_study(folder: Path, claims: str | None = None, also: Sequence[Path] = 
     from deskside.report import study_figures, study_languages, study_report
     from deskside.report.study_claims import claims_markdown, judge_with_others
     from deskside.study.narrative.cautions import cautions
-    from deskside.study.results_io import JSON, PARQUET, write_parquet
+    from deskside.study.results_io import PARQUET, write_parquet
     from deskside.study.stats.languages import read_records
 
     results = studies.read(folder)
     if claims and not results.claims:
         raise UsageError(f"--claims: the study in {folder} tests no claim; run `deskside study claims`")
     table = folder / PARQUET
-    if not table.is_file() or table.stat().st_mtime < (folder / JSON).stat().st_mtime:
+    if not table.is_file() or table.stat().st_mtime < (folder / studies.RESULTS).stat().st_mtime:
         write_parquet(results, table)
     results = mark_interrupted(results, folder)  # not before: results.parquet has the statuses as stored
     with _oserror_as_run_error(folder):

@@ -14,6 +14,7 @@ from deskside.budget.step_spec import Precision
 from deskside.config.recipes import default_precision
 from deskside.config.run import RunConfig
 from deskside.config.sections import DataConfig
+from deskside.data.reading.index_file import INDEX
 from deskside.data.reading.mixing import PERIOD
 from deskside.data.reading.repetition import component_sizes, describe_epochs, epochs_at_temperature
 from deskside.plan.card import PlanCard
@@ -208,7 +209,7 @@ def _validation_tokens(config: RunConfig) -> int | None:
     if config.data.path is None:
         return None
     try:
-        index = json_value((Path(config.data.path) / "index.json").read_bytes())
+        index = json_value((Path(config.data.path) / INDEX).read_bytes())
         return int(index["splits"]["val"]["tokens"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -25,6 +25,7 @@ from deskside.utils.format import printable
 from deskside.utils.parsing import json_value
 
 SCHEMA_VERSION = 1
+PLAN, RESULTS = "study.json", "results.json"  # a directory with one of them is a study
 
 # Statuses of a trial. "oom": out of memory. "diverged": stopped by the guard, or the final loss is not finite.
 # "killed": by a signal from outside. "refused": the configuration is not possible here. "pruned": ended early by a
@@ -335,12 +336,12 @@ class Results:
 
 def read(folder: Path) -> Results:
     """Read the results of a study's directory. Raises UsageError if there are none, RunError if they are damaged."""
-    path = folder / "results.json"
+    path = folder / RESULTS
     try:
         content = json_value(path.read_bytes())
     except FileNotFoundError:
         raise UsageError(
-            f"{folder}: not a study (it has no results.json); give a directory that `deskside study` created"
+            f"{folder}: not a study (it has no {RESULTS}); give a directory that `deskside study` created"
         ) from None
     except (OSError, ValueError) as error:
         raise RunError(f"{path}: cannot be read: {error}; run the study again with --resume") from None

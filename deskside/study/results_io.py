@@ -13,14 +13,14 @@ from deskside.study.claims import claim_results
 from deskside.study.execute.journal import FINAL, Key, TrialHistory
 from deskside.study.execute.measure import Measured
 from deskside.study.execute.study_folder import StudyPlan
-from deskside.study.results import Arm, Results, Trial
+from deskside.study.results import RESULTS, Arm, Results, Trial
 from deskside.study.stats import compare
 from deskside.study.stats.metrics import METRICS
 from deskside.utils import strict_json
 from deskside.utils.errors import RunError
 from deskside.utils.files import replace_atomically, write_atomically
 
-JSON, PARQUET = "results.json", "results.parquet"
+PARQUET = "results.parquet"
 
 
 def make_trial(arm: str, seed: int, history: TrialHistory, measured: Measured | None) -> Trial:
@@ -82,7 +82,7 @@ def collect(
 
 def write(results: Results, folder: Path) -> None:
     """Write both files atomically. Raises RunError if they cannot be written."""
-    write_atomically(folder / JSON, strict_json.dumps(results.to_json(), indent=1) + "\n")
+    write_atomically(folder / RESULTS, strict_json.dumps(results.to_json(), indent=1) + "\n")
     write_parquet(results, folder / PARQUET)
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from deskside.config.run import RunConfig
+from deskside.data.reading.index_file import is_prepared
 from deskside.data.reading.rows import PackedDataset
 from deskside.train.prepare.preflight import check_path, check_vocabulary
 
@@ -35,7 +36,7 @@ def check_data(config: RunConfig) -> None:
         return
     check_path(config)
     path = Path(config.data.path)
-    if config.align is not None or not (path / "index.json").exists():
+    if config.align is not None or not is_prepared(path):
         return
     for length in {stage.sequence_length: None for stage in config.stages()}:
         open_text(config, path, "train", length)

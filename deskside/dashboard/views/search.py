@@ -23,7 +23,7 @@ from deskside.report.search_chart_data import (
     slices,
     time_unit,
 )
-from deskside.study.results import INTERRUPTED
+from deskside.study.results import INTERRUPTED, PLAN, RESULTS
 from deskside.study.search.outcome import Outcome, SearchTrial, trial_status_text
 from deskside.utils.format import elapsed, plural, value_text
 
@@ -106,7 +106,7 @@ def _running_trials(search: Search, outcome: Outcome) -> str:
             run = search.path / trial.run
             state = progress(file_cache.brief(run), file_cache.newest_metrics(run))
             texts.append(f"trial {trial.number}: {state.text}")
-    if not texts and (search.path / "confirm" / "study.json").exists():
+    if not texts and (search.path / "confirm" / PLAN).exists():
         return "the winner and the default train with fresh seeds"
     return "; ".join(texts) or "no trial runs now"
 
@@ -124,7 +124,7 @@ def _draw_commands(context: Context, search: Search, name: str) -> None:
         st.page_link(
             context.pages["report"], label="Report", icon=":material/description:", query_params={"of": name}
         )
-        if (search.path / "confirm" / "results.json").exists():
+        if (search.path / "confirm" / RESULTS).exists():
             st.page_link(
                 context.pages["study"],
                 label="Confirmation on fresh seeds",

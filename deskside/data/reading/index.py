@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,6 +14,7 @@ from deskside.config.base import DATA_NOUNS, Part, first_problem
 from deskside.data.encoder import EncoderInfo
 from deskside.data.reading.index_file import INDEX
 from deskside.data.reading.tags import LanguageCount, TagCount, TagInfo, count_languages
+from deskside.utils import strict_json
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import write_atomically
 from deskside.utils.parsing import json_value
@@ -156,9 +156,7 @@ def dtype_for(vocab_size: int) -> Dtype:
 
 def write_index(directory: Path, index: DatasetIndex) -> None:
     """Write index.json. Raises as `write_atomically`."""
-    text = json.dumps(index.model_dump(mode="json"), indent=1, ensure_ascii=False) + "\n"
-    # Python has a lone surrogate for each invalid byte of a file name; write it as a JSON escape.
-    write_atomically(directory / INDEX, text.encode("utf-8", "backslashreplace"))
+    write_atomically(directory / INDEX, strict_json.dump_bytes(index.model_dump(mode="json"), indent=1))
 
 
 def read_index(directory: Path) -> DatasetIndex:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.prepare import prepare
+from deskside.data.reading.index_file import is_prepared
 from deskside.run.directory import RunDirectory
 from deskside.study import results_io
 from deskside.study.execute.check_arm import check_arm
@@ -298,7 +299,7 @@ def prepare_all(arms: Sequence[PlannedArm], say: Callable[[str], None]) -> None:
     for arm in arms:
         check_arm(arm)
         path = str(arm.config.data.path)  # checked by check_start
-        if (Path(path) / "index.json").exists():
+        if is_prepared(path):
             continue
         first = first_arm.setdefault(path, arm)
         recipe, first_recipe = (

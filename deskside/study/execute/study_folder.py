@@ -22,6 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from deskside.config.base import first_problem
 from deskside.run.directory import RunDirectory
+from deskside.study.results import PLAN
 from deskside.study.spec.expand import Expansion, PlannedArm, ordered_trials
 from deskside.utils import strict_json
 from deskside.utils.errors import RunError, UsageError, first_line
@@ -113,7 +114,7 @@ class StudyFolder:
     @property
     def begun(self) -> bool:
         """True if the folder contains a study."""
-        return (self.path / "study.json").is_file()
+        return (self.path / PLAN).is_file()
 
     def create(self, plan: StudyPlan, text: str) -> None:
         """Create a study. Raises UsageError if the folder contains other files, RunError if it cannot be written.
@@ -136,16 +137,16 @@ class StudyFolder:
 
     def write(self, plan: StudyPlan) -> None:
         """Write study.json. Raises RunError if it cannot be written."""
-        write_atomically(self.path / "study.json", strict_json.dumps(plan.to_json(), indent=1) + "\n")
+        write_atomically(self.path / PLAN, strict_json.dumps(plan.to_json(), indent=1) + "\n")
 
     def read(self) -> StudyPlan:
         """Read study.json. Raises UsageError if it is missing, RunError if it is damaged."""
-        path = self.path / "study.json"
+        path = self.path / PLAN
         try:
             return StudyPlan.from_json(json_value(path.read_bytes()))
         except FileNotFoundError:
             raise UsageError(
-                f"{self.path}: is not a study (no study.json); begin one with: deskside study STUDY --out DIR"
+                f"{self.path}: is not a study (no {PLAN}); begin one with: deskside study STUDY --out DIR"
             ) from None
         except ValidationError as error:
             raise RunError(

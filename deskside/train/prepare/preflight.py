@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deskside.config.run import RunConfig
+from deskside.data.reading.index_file import INDEX, is_prepared
 from deskside.utils.errors import UsageError
 
 # Shares of the run's length
@@ -33,11 +34,11 @@ def check_start(config: RunConfig) -> None:
             "schedule.length: the run has no length; give --hours 2, --schedule.steps 2000 or --schedule.tokens 1e9"
         )
     check_path(config)
-    index = Path(str(config.data.path)) / "index.json"
-    if config.align is None and index.is_file():
+    path = Path(str(config.data.path))
+    if config.align is None and is_prepared(path):
         from deskside.data.reading.index import read_index  # imports numpy, which takes time
 
-        check_vocabulary(config, read_index(index.parent).tokenizer.vocab_size)
+        check_vocabulary(config, read_index(path).tokenizer.vocab_size)
 
 
 def check_path(config: RunConfig) -> None:
@@ -47,13 +48,11 @@ def check_path(config: RunConfig) -> None:
         raise UsageError(
             f"data.path: no data was given; prepare some with: {PREPARE_COMMAND}; then add --data.path data/NAME"
         )
-    if not config.data.sources and not (Path(path) / "index.json").exists():
+    if not config.data.sources and not is_prepared(path):
         command = (
             PREPARE_COMMAND.replace("SOURCE", shlex.quote(path)) if Path(path).is_dir() else PREPARE_COMMAND
         )
-        raise UsageError(
-            f"data.path: {path} is not prepared data (no index.json); prepare some with: {command}"
-        )
+        raise UsageError(f"data.path: {path} is not prepared data (no {INDEX}); prepare some with: {command}")
 
 
 def check_vocabulary(config: RunConfig, tokens: int) -> None:

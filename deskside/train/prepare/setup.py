@@ -19,6 +19,7 @@ from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.heldout import validation_warnings
 from deskside.data.corpus.prepare import prepare
 from deskside.data.reading.index import read_index
+from deskside.data.reading.index_file import is_prepared
 from deskside.kernels.functional import create_cuda_context_for_autograd
 from deskside.kernels.moe import grouped_backend
 from deskside.model.init import allocate, initialize
@@ -52,7 +53,7 @@ def ensure_data(config: RunConfig, world: World, say: Say) -> Path:
     """Return the path of the run's prepared data. It is prepared from `data.sources` first if it does not exist."""
     assert config.data.path is not None  # checked by `preflight.check_start`
     path = Path(config.data.path)
-    if world.is_rank_zero and config.data.sources and not (path / "index.json").exists():
+    if world.is_rank_zero and config.data.sources and not is_prepared(path):
         say(f"preparing {', '.join(config.data.sources)} into {path}")
         prepare(
             list(config.data.sources),
@@ -62,7 +63,7 @@ def ensure_data(config: RunConfig, world: World, say: Say) -> Path:
             ),
         )
     world.barrier()
-    if world.is_rank_zero and config.align is None and (path / "index.json").is_file():
+    if world.is_rank_zero and config.align is None and is_prepared(path):
         for line in validation_warnings(read_index(path)):
             say(f"warning: {line}")
     return path
