@@ -38,9 +38,8 @@ from deskside.data.corpus.process_pool import map_in_order
 from deskside.data.corpus.records import iter_records
 from deskside.data.corpus.sources import Source
 from deskside.data.reading.index_file import INDEX
-from deskside.utils import strict_json
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.files import fingerprint, write_atomically
+from deskside.utils.files import fingerprint, write_json
 from deskside.utils.parsing import json_value
 from deskside.utils.progress import ProgressBar
 
@@ -204,7 +203,7 @@ def prepare_folder(
             "left_out": log.as_dict(),
             "duplicates_of_validation": duplicates,
         }
-        write_atomically(new / INDEX, strict_json.dump_bytes(index, indent=1))
+        write_json(new / INDEX, index, indent=1)
     return index
 
 

@@ -6,11 +6,12 @@ synced first, then the file is renamed, and then the folder that contains the na
 
 import contextlib
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import xxhash
 
@@ -65,6 +66,15 @@ def write_atomically(path: Path, content: str | bytes | Callable[[BinaryIO], obj
             file.write(content.encode() if isinstance(content, str) else content)
 
 
+def write_json(path: Path, value: Any, indent: int | None = None) -> None:
+    """Write a value, which has no NaN and no infinity, as JSON in UTF-8. Raises as `write_atomically`.
+
+    Python has a lone surrogate for each byte of a file name that is not UTF-8; it becomes a JSON escape.
+    """
+    text = json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
+    write_atomically(path, f"{text}\n".encode("utf-8", "backslashreplace"))
+
+
 def clear_temporary(folder: Path) -> None:
     """Delete the temporary files that a killed process has left in a folder."""
     for path in folder.glob(f"*{TEMPORARY_SUFFIX}"):
@@ -94,13 +104,27 @@ def sync(path: Path) -> None:
 
 
 def write_error(path: Path, error: OSError) -> RunError:
-    """Return the RunError for a file that could not be written; if the disk is full, the message has the free space."""
+    """Return the RunError for a file that could not be written; if the disk is full, the message has the free space.
+
+    It names another file if `error` does, which was read or written in the same block.
+    """
+    named = error.filename2 or error.filename
+    if isinstance(named, str) and not _is_part_of_writing(Path(named), path):
+        return RunError(f"{named}: {error.strerror or error}")
     message = f"{path}: cannot be written: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         with contextlib.suppress(OSError):
             message += f" ({shutil.disk_usage(path.parent).free / 2**20:,.0f} MiB free)"
         message += "; free some space, then run the same command again: it resumes"
     return RunError(message)
+
+
+def _is_part_of_writing(named: Path, path: Path) -> bool:
+    """Return True for the folder of `path`, and for what has its name in there, such as a temporary file or folder."""
+    folder = path.parent
+    return named == folder or (
+        named.is_relative_to(folder) and path.name in named.relative_to(folder).parts[0]
+    )
 
 
 def fingerprint(path: Path) -> tuple[int, str]:

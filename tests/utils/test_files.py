@@ -1,6 +1,7 @@
 """Files are replaced as a whole or not at all, whichever file operation fails."""
 
 import errno
+import json
 import os
 from pathlib import Path
 from typing import BinaryIO
@@ -8,7 +9,7 @@ from typing import BinaryIO
 import pytest
 
 from deskside.utils.errors import RunError
-from deskside.utils.files import append_line, clear_temporary, write_atomically
+from deskside.utils.files import append_line, clear_temporary, write_atomically, write_json
 
 
 def test_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,6 +36,21 @@ def test_full_disk_leaves_no_file_with_the_final_name(tmp_path: Path) -> None:
 
     with pytest.raises(RunError, match=r"x\.bin: .*No space left.* MiB free.*same command again"):
         write_atomically(tmp_path / "x.bin", fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_invalid_byte_of_a_file_name_becomes_an_escape(tmp_path: Path) -> None:
+    value = {"name": b"caf\xe9-\xe0\xa4\x95.txt".decode("utf-8", "surrogateescape")}
+    write_json(tmp_path / "x.json", value)
+    data = (tmp_path / "x.json").read_bytes()
+    assert json.loads(data) == value and "क".encode() in data
+
+
+def test_an_error_names_the_file_that_failed(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"input\.json: No such file"):
+        write_atomically(tmp_path / "new.json", lambda _: (tmp_path / "other/input.json").read_bytes())
+    with pytest.raises(RunError, match=r"gone/new\.json: cannot be written: No such file"):
+        write_atomically(tmp_path / "gone/new.json", "x")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -30,14 +30,3 @@ def test_values_round_trip_and_non_finite_numbers_become_null(value: Any) -> Non
     text = strict_json.dumps(value)
     assert text.isascii()
     assert json.loads(text, parse_constant=lambda name: pytest.fail(name)) == expected(value)
-
-
-@given(VALUES)
-def test_files_hold_the_same_values_in_utf_8(value: Any) -> None:
-    assert json.loads(strict_json.dump_bytes(value)) == expected(value)
-
-
-def test_an_invalid_byte_of_a_file_name_becomes_an_escape() -> None:
-    name = b"caf\xe9-\xe0\xa4\x95.txt".decode("utf-8", "surrogateescape")
-    data = strict_json.dump_bytes({"name": name})
-    assert json.loads(data) == {"name": name} and "क".encode() in data

@@ -14,9 +14,8 @@ from deskside.data.corpus.baselines import TRAIN_COUNTS
 from deskside.data.reading.index import ShardInfo
 from deskside.data.reading.index_file import INDEX
 from deskside.data.reading.verify import STAMP
-from deskside.utils import strict_json
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.files import TEMPORARY_SUFFIX, check_replaceable, unowned_files, write_atomically
+from deskside.utils.files import TEMPORARY_SUFFIX, check_replaceable, unowned_files, write_json
 from deskside.utils.parsing import json_value
 
 STATE = "prepare.json"
@@ -59,8 +58,8 @@ def read_state(directory: Path) -> PrepareState | None:
 
 
 def write_state(directory: Path, state: PrepareState) -> None:
-    """Write prepare.json. Raises as `write_atomically`."""
-    write_atomically(directory / STATE, strict_json.dump_bytes(state.model_dump(mode="json")))
+    """Write prepare.json. Raises as `write_json`."""
+    write_json(directory / STATE, state.model_dump(mode="json"))
 
 
 def open_state(out: Path) -> PrepareState | None:

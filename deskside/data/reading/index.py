@@ -14,9 +14,8 @@ from deskside.config.base import DATA_NOUNS, Part, first_problem
 from deskside.data.encoder import EncoderInfo
 from deskside.data.reading.index_file import INDEX
 from deskside.data.reading.tags import LanguageCount, TagCount, TagInfo, count_languages
-from deskside.utils import strict_json
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.files import write_atomically
+from deskside.utils.files import write_json
 from deskside.utils.parsing import json_value
 
 SCHEMA_VERSION = 1
@@ -32,7 +31,7 @@ class LeftOut(TypedDict):
     """The number of items left out for one reason, and where the first of them are."""
 
     count: int
-    first: list[str]
+    first: Annotated[list[str], Field(min_length=1)]
 
 
 class ShardInfo(Part):
@@ -155,8 +154,8 @@ def dtype_for(vocab_size: int) -> Dtype:
 
 
 def write_index(directory: Path, index: DatasetIndex) -> None:
-    """Write index.json. Raises as `write_atomically`."""
-    write_atomically(directory / INDEX, strict_json.dump_bytes(index.model_dump(mode="json"), indent=1))
+    """Write index.json. Raises as `write_json`."""
+    write_json(directory / INDEX, index.model_dump(mode="json"), indent=1)
 
 
 def read_index(directory: Path) -> DatasetIndex:
