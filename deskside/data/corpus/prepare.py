@@ -23,7 +23,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +60,9 @@ from deskside.data.corpus.prepare_state import (
     open_state,
     write_state,
 )
-from deskside.data.corpus.process_pool import Task, WorkerDied, WorkerPool
+from deskside.data.corpus.process_pool import Calls, WorkerDied, WorkerPool
 from deskside.data.corpus.shard_worker import ShardBatcher, ShardJob, make_shard, start_worker
+from deskside.data.corpus.source_files import FileRecord, first_change, record_files, sources_changed
 from deskside.data.corpus.sources import Source
 from deskside.data.corpus.tokenizer_sample import check_temperature, plan_sample
 from deskside.data.encoder import EncoderInfo, choose_encoder, still_valid
@@ -169,8 +170,8 @@ def prepare(sources: Sequence[str], out: str | Path, options: CorpusOptions = DE
 class _Preparation:
     """A preparation in progress.
 
-    analysis, finished: as `scan` and `shards` of `PrepareState`. shard_names: of each split, in order.
-    made, kept: number of shards.
+    files, analysis, finished: as `files`, `scan` and `shards` of `PrepareState`. is_text_known: `files` are those of
+    the text that was read before. shard_names: of each split, in order. made, kept: number of shards.
     """
 
     out: Path
@@ -178,6 +179,8 @@ class _Preparation:
     sources: list[Source]
     val_sources: list[Source]
     options: CorpusOptions
+    files: list[FileRecord] = dataclasses.field(default_factory=list)
+    is_text_known: bool = True
     analysis: Analysis | None = None
     finished: dict[str, ShardInfo] = dataclasses.field(default_factory=dict)
     shard_names: dict[str, list[str]] = dataclasses.field(default_factory=lambda: {"val": [], "train": []})
@@ -194,15 +197,22 @@ class _Preparation:
         state = open_state(self.out)
         if state is not None and state.scan is not None:
             difference = describe_difference(state.arguments, self.arguments)
-            if not difference:
-                clear_temporary(self.out)
-                self.analysis, self.finished = state.scan, dict(state.shards)
-                return
-            if not discard:
+            if difference and not discard:
                 raise UsageError(
                     f"--out {self.out}: was prepared with other arguments ({difference}). "
                     "Give another --out, or --no-resume to replace it."
                 )
+            self.files = self._record_files(state.files or ())
+            changed = first_change(state.files, self.files) if state.files is not None else ""
+            if changed and not discard:
+                raise sources_changed(self.out, changed)
+            if not difference and not changed:
+                clear_temporary(self.out)
+                self.analysis, self.finished = state.scan, dict(state.shards)
+                self.is_text_known = state.files is not None
+                if self.is_text_known and self.files != state.files:
+                    self._save_times()
+                return
             check_owned(self.out, state)
             delete_files(self.out, state.written_files)
         self.started_here, self.created_folder = True, not self.out.exists()
@@ -211,7 +221,16 @@ class _Preparation:
         except OSError as error:
             raise UsageError(f"--out {self.out}: cannot be created ({error.strerror}).") from error
         clear_temporary(self.out)
+        self.files = self._record_files(self.files or (state.files if state and state.files else ()))
         self.save()
+
+    def _record_files(self, known: Sequence[FileRecord] = ()) -> list[FileRecord]:
+        return record_files([*self.sources, *self.val_sources], known, quiet=self.options.quiet)
+
+    def _save_times(self) -> None:
+        """Save the times of files whose content is the same; this only saves time, so the folder may be read-only."""
+        with contextlib.suppress(RunError):
+            self.save()
 
     def save(self) -> None:
         write_state(self.out, self.state)
@@ -219,7 +238,10 @@ class _Preparation:
     @property
     def state(self) -> PrepareState:
         return PrepareState(
-            arguments=self.arguments, scan=self.analysis, shards=dict(sorted(self.finished.items()))
+            arguments=self.arguments,
+            files=self.files,
+            scan=self.analysis,
+            shards=dict(sorted(self.finished.items())),
         )
 
     def undo(self) -> None:
@@ -235,7 +257,7 @@ class _Preparation:
         """Return the index if the data set is complete and every checksum matches.
 
         Otherwise return None, and delete the index of a damaged data set, which is then repaired. Raises RunError if
-        the index or the tokenizer is damaged, which cannot be repaired.
+        the index or the tokenizer is damaged, which cannot be repaired, and UsageError if the text has changed.
         """
         if not (self.out / INDEX).is_file():
             return None
@@ -251,10 +273,25 @@ class _Preparation:
         except RunError:
             damaged[TRAIN_COUNTS] = "is damaged"
         if not damaged:
+            if not self.is_text_known:
+                self._compare_text()
             self.kept = sum(len(split.shards) for split in index.splits.values())
             return index
         (self.out / INDEX).unlink()
         return None
+
+    def _compare_text(self) -> None:
+        """Read the text of a finished preparation without records of its files. Raises UsageError for another text."""
+        assert self.analysis is not None
+        total = self.analysis.text_bytes + self.analysis.val_text_bytes
+        keys = {}
+        with ProgressBar("compare", total / 1e6, "MB", quiet=self.options.quiet) as bar:
+            for job in self._jobs():
+                keys[job.name] = job.key
+                bar.advance(job.text_bytes / 1e6)
+        if keys != {name: info.key for name, info in self.finished.items()}:
+            raise sources_changed(self.out)
+        self._save_times()
 
     def first_pass(self) -> None:
         """Analyze the sources and make the tokenizer. The analysis is saved only after the tokenizer is written."""
@@ -306,12 +343,12 @@ class _Preparation:
         optional_pool: AbstractContextManager[WorkerPool | None] = contextlib.nullcontext()
         if workers > 1 and total > 2 * shard_bytes:
             optional_pool = WorkerPool(workers, start_worker, worker_arguments)
-        running: list[tuple[Task[ShardInfo], ShardJob]] = []
         is_worker = False  # this process, for long documents, or for all without a pool
         try:
             with (
                 optional_pool as pool,
                 ProgressBar("tokenize", total / 1e6, "MB", quiet=self.options.quiet) as bar,
+                Calls(pool) as calls,
             ):
                 for job in self._jobs():
                     self.shard_names[job.split].append(job.name)
@@ -323,14 +360,10 @@ class _Preparation:
                         if not is_worker:
                             start_worker(*worker_arguments)
                             is_worker = True
-                        self._record(job, make_shard(job), bar)
+                        self._record(job, bar, make_shard(job))
                         job.texts.clear()
                     else:
-                        running.append((pool.submit(make_shard, job), job))
-                        self._record_done(running, bar)
-                while running and pool is not None:
-                    pool.receive()
-                    self._record_done(running, bar)
+                        calls.submit(partial(self._record, job, bar), make_shard, job)
         except WorkerDied as error:
             raise RunError(
                 "a tokenizing process was killed, most likely for lack of memory. Run the same command again with "
@@ -359,7 +392,7 @@ class _Preparation:
         for batcher in batchers.values():
             yield from batcher.flush()
         if list(tags) != self.analysis.tags:
-            raise _sources_changed(self.out)
+            raise sources_changed(self.out)
         self.duplicates = splitter.duplicates
         self.gzip_bits = gzip.bits()
 
@@ -369,16 +402,10 @@ class _Preparation:
         if info is None:
             return False
         if info.key != job.key:
-            raise _sources_changed(self.out)
+            raise sources_changed(self.out)
         return shard_problem(self.out, info, checksums=True) == ""
 
-    def _record_done(self, running: list[tuple[Task[ShardInfo], ShardJob]], bar: ProgressBar) -> None:
-        """Record the shards of finished tasks, and remove these from `running`."""
-        for task, job in [entry for entry in running if entry[0].done]:
-            running.remove((task, job))
-            self._record(job, task.result(), bar)
-
-    def _record(self, job: ShardJob, info: ShardInfo, bar: ProgressBar) -> None:
+    def _record(self, job: ShardJob, bar: ProgressBar, info: ShardInfo) -> None:
         """Save a finished shard in prepare.json, and give its files their final names."""
         self.finished[job.name] = info
         self.made += 1
@@ -393,6 +420,12 @@ class _Preparation:
             raise UsageError(
                 "no document is left to train on: all are validation text. Give more text, or a lower --val-fraction."
             )
+        now = self._record_files(self.files)
+        if name := first_change(self.files, now):  # between two reads of the text
+            raise sources_changed(self.out, name)
+        if now != self.files:
+            self.files = now
+            self.save()
         tokenizer = self.tokenizer[2]
         vocab_size, eos_id = tokenizer.vocab_size, tokenizer.eos_id
         dtype = dtype_for(vocab_size)
@@ -433,9 +466,3 @@ def _counted(texts: Iterable[str], bar: ProgressBar) -> Iterator[str]:
     for text in texts:
         bar.advance(len(text.encode()) / 1e6)
         yield text
-
-
-def _sources_changed(out: Path) -> UsageError:
-    return UsageError(
-        f"--out {out}: the sources have changed since the preparation was started. Use --no-resume to start again."
-    )

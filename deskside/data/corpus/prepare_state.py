@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from deskside.config.base import Part, first_problem
 from deskside.data.corpus.analyze import Analysis
 from deskside.data.corpus.baselines import TRAIN_COUNTS
+from deskside.data.corpus.source_files import FileRecord
 from deskside.data.reading.index import ShardInfo
 from deskside.data.reading.index_file import INDEX
 from deskside.data.reading.verify import STAMP
@@ -25,11 +26,13 @@ FIXED_FILES = (STATE, INDEX, STAMP, TRAIN_COUNTS, "tokenizer.json", "tokenizer_c
 class PrepareState(Part):
     """The state of a preparation.
 
-    arguments: everything that determines the result, apart from the content of the sources. scan: the result of the
-    first pass; None until the tokenizer has been written as well. shards: the completed shards by name.
+    arguments: everything that determines the result, apart from the content of the sources. files: those of the
+    sources, None in states of earlier versions. scan: the result of the first pass; None until the tokenizer has been
+    written as well. shards: the completed shards by name.
     """
 
     arguments: dict[str, Any]
+    files: list[FileRecord] | None = None
     scan: Analysis | None
     shards: dict[str, ShardInfo]
 

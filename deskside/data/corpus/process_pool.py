@@ -136,6 +136,38 @@ class WorkerPool:
             worker.task = None
 
 
+class Calls:
+    """Runs calls in worker processes, or in this one without a pool, and passes each result to a function.
+
+    A context manager, which ends with the last call. An exception in the block leaves the running calls to the pool.
+    """
+
+    def __init__(self, pool: WorkerPool | None) -> None:
+        self.pool = pool
+        self.running: list[tuple[Task[Any], Callable[[Any], None]]] = []
+
+    def submit(self, then: Callable[[Any], None], function: Callable[..., Any], *arguments: Any) -> None:
+        """Run function(*arguments), and call `then` with the result, here or in a later call of this class."""
+        if self.pool is None:
+            then(function(*arguments))
+            return
+        self.running.append((self.pool.submit(function, *arguments), then))
+        self._collect()
+
+    def _collect(self) -> None:
+        for entry in [entry for entry in self.running if entry[0].done]:
+            self.running.remove(entry)
+            entry[1](entry[0].result())
+
+    def __enter__(self) -> Calls:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        while kind is None and self.running and self.pool is not None:
+            self.pool.receive()
+            self._collect()
+
+
 def _serve(connection: Connection, initializer: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     """Run the calls that arrive through a pipe, until it is closed."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread per process

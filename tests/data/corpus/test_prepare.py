@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from deskside.data.corpus.prepare import prepare
 from deskside.data.corpus.prepare_report import Report
 from deskside.data.reading import shards
 from deskside.data.reading.index import ShardInfo, read_index
+from deskside.data.reading.index_file import INDEX
 from deskside.data.reading.verify import STAMP, verify
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import TEMPORARY_SUFFIX
@@ -210,6 +212,85 @@ def test_repeating_keeps_all_shards_and_refuses_other_arguments(corpus: Path, tm
         prepare([str(corpus)], out, CorpusOptions(resume=False, **{**SMALL, "vocab_size": 300})).vocab_size
         == 300
     )
+
+
+def change_in_place(path: Path) -> None:
+    """Change a text without changing the size or the time of modification of its file."""
+    before, text = path.stat(), path.read_text("utf-8")
+    path.write_text(text.replace("river", "rover", 1), "utf-8")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_changed_text_is_refused_and_loses_nothing(corpus: Path, tmp_path: Path, finished: bool) -> None:
+    out = tmp_path / "out"
+    prepare([str(corpus)], out, CorpusOptions(**SMALL))
+    if not finished:
+        (out / INDEX).unlink()
+    before = files_of(out)
+    change_in_place(corpus)
+    with pytest.raises(UsageError, match=r"corpus\.jsonl has changed.*--no-resume"):
+        prepare([str(corpus)], out, CorpusOptions(**SMALL))
+    assert files_of(out) == before
+    prepare([str(corpus)], out, CorpusOptions(resume=False, **SMALL))
+    assert any("rover" in text for split in ("train", "val") for text in texts_of(out, split))
+
+
+def test_changed_validation_text_is_refused(corpus: Path, tmp_path: Path) -> None:
+    options = CorpusOptions(val_sources=[str(tmp_path / "val.txt")], **SMALL)
+    (tmp_path / "val.txt").write_text("the river of the validation text")
+    prepare([str(corpus)], tmp_path / "out", options)
+    change_in_place(tmp_path / "val.txt")
+    with pytest.raises(UsageError, match=r"val\.txt has changed"):
+        prepare([str(corpus)], tmp_path / "out", options)
+
+
+def test_a_copied_or_touched_source_keeps_all_shards(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    made = prepare([str(corpus)], out, CorpusOptions(**SMALL)).made
+    (tmp_path / "elsewhere").mkdir()
+    copy = shutil.copyfile(corpus, tmp_path / "elsewhere/corpus.jsonl")
+    monkeypatch.setattr("deskside.data.corpus.prepare.documents_of", pytest.fail)
+    os.utime(corpus, (1, 1))
+    for source in (copy, corpus):
+        again = prepare([str(source)], out, CorpusOptions(**SMALL))
+        assert (again.made, again.kept) == (0, made)
+
+
+def test_a_text_that_changes_while_it_is_read_is_refused(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = shard_worker.make_shard
+
+    def make_and_change(job: shard_worker.ShardJob) -> ShardInfo:
+        change_in_place(corpus)
+        return real(job)
+
+    monkeypatch.setattr("deskside.data.corpus.prepare.make_shard", make_and_change)
+    with pytest.raises(UsageError, match=r"corpus\.jsonl has changed"):
+        prepare([str(corpus)], tmp_path / "out", CorpusOptions(**SMALL))
+
+
+def test_a_preparation_of_an_earlier_version_is_compared_with_the_text(corpus: Path, tmp_path: Path) -> None:
+    out, state = tmp_path / "out", tmp_path / "out/prepare.json"
+    made, whole = prepare([str(corpus)], out, CorpusOptions(**SMALL)).made, files_of(out)
+
+    def without_records() -> None:
+        content = json.loads(state.read_text())
+        del content["files"]
+        state.write_text(json.dumps(content))
+
+    without_records()
+    assert prepare([str(corpus)], out, CorpusOptions(**SMALL)).kept == made and files_of(out) == whole
+    without_records()
+    before = files_of(out)
+    change_in_place(corpus)
+    for _ in range(2):
+        with pytest.raises(UsageError, match="has changed"):
+            prepare([str(corpus)], out, CorpusOptions(**SMALL))
+        assert files_of(out) == before
 
 
 def test_foreign_directories_are_left_alone(corpus: Path, tmp_path: Path) -> None:

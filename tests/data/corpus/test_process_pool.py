@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from functools import partial
 from multiprocessing import active_children
 from pathlib import Path
@@ -86,6 +86,18 @@ def test_exception_in_a_worker_is_raised_in_the_parent() -> None:
         good = pool.submit(abs, -3)
         pool.receive()
         assert good.result() == 3
+
+
+@pytest.mark.parametrize("processes", [0, 2])
+def test_calls_pass_each_result_to_its_function(processes: int) -> None:
+    found: dict[int, tuple[int, str, int]] = {}
+    pool = process_pool.WorkerPool(processes, print, ()) if processes else nullcontext()
+    with pool as opened, process_pool.Calls(opened) as calls:
+        for n in range(20):
+            calls.submit(partial(found.__setitem__, n), squared, ("", os.getpid()), n)
+    assert {n: result[0] for n, result in found.items()} == {n: n * n for n in range(20)}
+    with pytest.raises(RunError, match="full disk"), process_pool.Calls(None) as calls:
+        calls.submit(found.clear, failing, "full disk")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
