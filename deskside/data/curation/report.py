@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from deskside.data.curation.state import WrittenBatch
 from deskside.data.curation.worker import KEPT
 from deskside.utils.parsing import json_value
 
@@ -13,7 +14,7 @@ _SAMPLES = 3
 
 
 def build_report(
-    written: Iterable[Mapping[str, Any]],
+    written: Iterable[WrittenBatch],
     bad_input: Mapping[str, Any],
     ignored: Sequence[str],
     too_short: Mapping[str, int],
@@ -29,16 +30,16 @@ def build_report(
     by_tag: dict[str, dict[str, list[int]]] = {}
     samples: dict[str, list[Any]] = {}
     for entry in written:
-        for reason, tags in entry["counts"].items():
-            for tag, (count, size) in tags.items():
+        for reason, by_label in entry.counts.items():
+            for tag, (count, size) in by_label.items():
                 documents[reason] = documents.get(reason, 0) + count
                 text_bytes[reason] = text_bytes.get(reason, 0) + size
                 cell = by_tag.setdefault(tag, {}).setdefault(reason, [0, 0])
                 cell[0] += count
                 cell[1] += size
-        for reason, few in entry["samples"].items():
+        for reason, few in entry.samples.items():
             known = samples.setdefault(reason, [])
-            known += few[: _SAMPLES - len(known)]
+            known += [sample.model_dump(exclude_none=True) for sample in few[: _SAMPLES - len(known)]]
     tags = [(*json_value(tag), cells) for tag, cells in sorted(by_tag.items())]
     return {
         "documents": documents,

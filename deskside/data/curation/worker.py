@@ -17,6 +17,7 @@ from deskside.data.curation import quality
 from deskside.data.curation.contamination import LONGEST, EvaluationNgrams
 from deskside.data.curation.language import LanguageIdentifier
 from deskside.data.curation.near_duplicates import MINIMA, signatures
+from deskside.data.curation.state import Sample, WrittenBatch
 from deskside.data.curation.words import PIECE, find_words, pieces, seams
 from deskside.utils.files import fingerprint, write_atomically
 
@@ -158,14 +159,14 @@ class DocumentVerdict:
     kept: str | None = None
 
 
-def write(folder: Path, batch: DocumentBatch, verdicts: Sequence[DocumentVerdict | None]) -> dict[str, Any]:
-    """Write a batch's kept and removed documents, and return their files, counts and samples for curate.json.
+def write(folder: Path, batch: DocumentBatch, verdicts: Sequence[DocumentVerdict | None]) -> WrittenBatch:
+    """Write a batch's kept and removed documents, and return what was written.
 
     Raises RunError if a file cannot be written.
     """
     lines: dict[str, list[bytes]] = {"kept": [], "removed": []}
-    counts: dict[str, dict[str, list[int]]] = {}
-    samples: dict[str, list[dict[str, Any]]] = {}
+    counts: dict[str, dict[str, tuple[int, int]]] = {}
+    samples: dict[str, list[Sample]] = {}
     for i, verdict in enumerate(verdicts):
         text = batch.texts[i].decode("utf-8")
         record: dict[str, Any] = {
@@ -181,17 +182,16 @@ def write(folder: Path, batch: DocumentBatch, verdicts: Sequence[DocumentVerdict
                 record["kept"] = verdict.kept
             few = samples.setdefault(reason, [])
             if len(few) < _SAMPLES:
-                few.append({**record, "text": text[:_SAMPLE_CHARACTERS]})
+                few.append(Sample(**record, text=text[:_SAMPLE_CHARACTERS]))
         line = json.dumps({**record, "text": text}, ensure_ascii=False) + "\n"
         lines["kept" if verdict is None else "removed"].append(line.encode("utf-8", "replace"))
         label = json.dumps([batch.sources[i], batch.languages[i]], ensure_ascii=False)
-        cell = counts.setdefault(reason, {}).setdefault(label, [0, 0])
-        cell[0] += 1
-        cell[1] += len(batch.texts[i])
+        documents, size = counts.setdefault(reason, {}).get(label, (0, 0))
+        counts[reason][label] = documents + 1, size + len(batch.texts[i])
     files = {}
     for kind, part in lines.items():
         if part:
             name = f"{kind}/{kind}-{batch.number:05d}.jsonl.zst"
             write_atomically(folder / name, zstandard.ZstdCompressor(level=3).compress(b"".join(part)))
             files[name] = fingerprint(folder / name)
-    return {"key": batch.key, "files": files, "counts": counts, "samples": samples}
+    return WrittenBatch(key=batch.key, files=files, counts=counts, samples=samples)

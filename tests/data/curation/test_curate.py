@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
+import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +13,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,10 +24,12 @@ from deskside.data.corpus.analyze import CorpusOptions, documents_of
 from deskside.data.corpus.bad_input import BadInputLog
 from deskside.data.corpus.sources import Source
 from deskside.data.curation import worker
-from deskside.data.curation.curate import STATE, CurationOptions, curate
+from deskside.data.curation.curate import CurationOptions, curate
+from deskside.data.curation.state import STATE
 from deskside.data.curation.words import PIECE, pieces
 from deskside.utils import files
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.files import TEMPORARY_SUFFIX
 from tests.data.curation.test_quality import SENTENCES, varied
 
 QUIET = CorpusOptions(quiet=True, workers=1)
@@ -357,7 +362,84 @@ def test_other_files_in_out_are_refused(corpus: str, tmp_path: Path) -> None:
         curate([], tmp_path / "new", settings_of())
 
 
+def change_in_place(path: Path, old: str, new: str) -> None:
+    """Change a text without changing the size or the time of modification of its file."""
+    before, text = path.stat(), path.read_text("utf-8")
+    assert text.count(old) == 1 and len(old) == len(new)
+    path.write_text(text.replace(old, new), "utf-8")
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_a_changed_text_is_refused_and_loses_nothing(tmp_path: Path, complete: bool) -> None:
+    source, out = tmp_path / "a.jsonl", tmp_path / "out"
+    write_lines(source, [{"text": varied("en", 9)}, {"text": "one two three"}])
+    curate([str(source)], out, settings_of())
+    if not complete:
+        state = json.loads((out / STATE).read_text())
+        (out / STATE).write_text(json.dumps({**state, "complete": False}))
+    before = content(out)
+    change_in_place(source, "one two three", "one two seven")
+    with pytest.raises(UsageError, match=r"a\.jsonl has changed.*--no-resume"):
+        curate([str(source)], out, settings_of())
+    assert content(out) == before
+    again = CorpusOptions(quiet=True, workers=1, resume=False)
+    curate([str(source)], out, settings_of(reading=again))
+    assert read(out, "kept")[1]["text"] == "one two seven"
+
+
+def test_a_copied_or_touched_source_is_not_curated_again(
+    corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    report = curate([corpus], out, settings_of())
+    (tmp_path / "elsewhere").mkdir()
+    copy = shutil.copyfile(corpus, tmp_path / "elsewhere/corpus.jsonl")
+    monkeypatch.setattr("deskside.data.curation.curate.documents_of", pytest.fail)
+    assert curate([str(copy)], out, settings_of()) == report
+    os.utime(corpus, (1, 1))
+    assert curate([corpus], out, settings_of()) == report
+
+
+def test_a_text_that_changes_while_it_is_read_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = tmp_path / "a.jsonl"
+    write_lines(source, [{"text": varied("en", 9)}, {"text": "one two three"}])
+    write = worker.write
+
+    def write_and_change(*arguments: Any) -> Any:
+        change_in_place(source, "one two three", "one two seven")
+        return write(*arguments)
+
+    monkeypatch.setattr(worker, "write", write_and_change)
+    for _ in range(2):
+        with pytest.raises(UsageError, match=r"a\.jsonl has changed"):
+            curate([str(source)], tmp_path / "out", settings_of())
+
+
+def of_earlier_version(out: Path, **changes: Any) -> None:
+    """Turn curate.json into that of a version that did not record the files of the sources."""
+    state = json.loads((out / STATE).read_text())
+    del state["files"]
+    (out / STATE).write_text(json.dumps({**state, **changes}))
+
+
+def test_a_curation_of_an_earlier_version_is_compared_with_the_text(tmp_path: Path) -> None:
+    source, out = tmp_path / "a.jsonl", tmp_path / "out"
+    write_lines(source, [{"text": varied("en", 9)}, {"text": "one two three"}])
+    report, before = curate([str(source)], out, settings_of()), content(out)
+    of_earlier_version(out)
+    assert curate([str(source)], out, settings_of()) == report and content(out) == before
+    of_earlier_version(out)
+    change_in_place(source, "one two three", "one two seven")
+    for _ in range(2):
+        with pytest.raises(UsageError, match="has changed"):
+            curate([str(source)], out, settings_of())
+
+
 def test_another_text_of_the_same_size_makes_a_duplicate_unique(tmp_path: Path) -> None:
+    """The text of a hub data set may change between two runs, as that of files could in earlier versions."""
     first, second = varied("en", 9), varied("hi", 9)
     records = [{"text": first}, {"text": second}, {"text": first}]
     source, out, options = str(tmp_path / "a.jsonl"), tmp_path / "out", settings_of(batch_bytes=1)
@@ -365,9 +447,39 @@ def test_another_text_of_the_same_size_makes_a_duplicate_unique(tmp_path: Path) 
     assert curate([source], out, options)["documents"] == {"kept": 2, "exact duplicate": 1}
     records[0] = {"text": "x" * len(json.dumps(first)[1:-1])}
     write_lines(Path(source), records)
-    (out / "kept/kept-00001.jsonl.zst").unlink()
+    of_earlier_version(out, complete=False)
     assert curate([source], out, options)["documents"] == {"kept": 3}
     assert [r["text"] for r in read(out, "kept")] == [r["text"] for r in records] and not read(out, "removed")
+
+
+def test_an_error_names_the_file_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [{"text": "some words"}, *({"body": "x" * 90} for _ in range(200))]
+    source, out = write_lines(tmp_path / "a.jsonl", lines), tmp_path / "out"
+    curate([source], out, settings_of())
+    (out / "kept/kept-00000.jsonl.zst").unlink()
+    with monkeypatch.context() as patch:
+        error = OSError(errno.EIO, "Input/output error", "data/a.jsonl")
+        patch.setattr("deskside.data.curation.curate.documents_of", Mock(side_effect=error))
+        with pytest.raises(OSError) as raised:
+            curate([source], out, settings_of())
+        assert raised.value.filename == "data/a.jsonl"
+    (out / "removed/unreadable.jsonl").unlink()
+    (out / "removed/unreadable.jsonl").symlink_to("/dev/full")
+    with pytest.raises(RunError, match=r"unreadable\.jsonl: cannot be written: No space left"):
+        curate([source], out, settings_of())
+    (out / "removed/unreadable.jsonl").unlink()
+    curate([source], out, settings_of())
+    assert len((out / "removed/unreadable.jsonl").read_text().splitlines()) == 200
+
+
+def test_names_of_files_that_are_not_utf_8(tmp_path: Path) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for suffix in ("txt", "png"):
+        (folder / os.fsdecode(b"caf\xe9." + suffix.encode())).write_text("some words")
+    report = curate([str(folder)], tmp_path / "out", settings_of())
+    assert report["documents"] == {"kept": 1} and report["ignored_files"]["count"] == 1
+    assert curate([str(folder)], tmp_path / "out", settings_of()) == report
 
 
 def test_files_that_a_kill_left_unrecorded_are_deleted(corpus: str, tmp_path: Path) -> None:
@@ -376,8 +488,11 @@ def test_files_that_a_kill_left_unrecorded_are_deleted(corpus: str, tmp_path: Pa
     state = json.loads((out / STATE).read_text())
     (out / STATE).write_text(json.dumps({**state, "complete": False, "written": {}}))
     (out / "work").mkdir()
-    (out / "work/part-00000.npz.deskside-tmp").write_bytes(b"half")
+    left = [out / name for name in ("work/.part-00000.npz", "kept/.kept-00000.jsonl.zst", ".curate.json")]
+    for path in left:
+        path.with_name(path.name + TEMPORARY_SUFFIX).write_bytes(b"half")
     assert curate([corpus], out, settings_of()) == expected and not (out / "work").exists()
+    assert not list(out.rglob(f"*{TEMPORARY_SUFFIX}"))
     (out / "kept/kept-00099.jsonl.zst").write_bytes(b"of a batch that was not recorded")
     again = CorpusOptions(quiet=True, workers=1, resume=False)
     assert curate([corpus], out, settings_of(reading=again)) == expected
