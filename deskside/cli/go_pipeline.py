@@ -16,7 +16,6 @@ from typing import Any
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import launch
 from deskside.config import merge
-from deskside.data.reading.index_file import is_prepared
 from deskside.measurements.store import open_store
 from deskside.pipeline import phases
 from deskside.pipeline.pipeline_state import PipelineState
@@ -126,20 +125,9 @@ class Pipeline:
         """Prepare the preset's own data, if it has some. The plan needs it, since it bounds the loss by a baseline."""
         if self.options["data"] is not None:
             return
-        from deskside.data.corpus.analyze import CorpusOptions
-        from deskside.data.corpus.prepare import prepare
+        from deskside.data.corpus.prepare_sources import prepare_sources
 
-        config = merge.build([phases.preset_config(self.request())])
-        data = config.data
-        if data.path is None or not data.sources or is_prepared(data.path):
-            return
-        self.say(f"preparing {', '.join(data.sources)} into {data.path}")
-        vocabulary = config.model.vocab_size
-        prepare(
-            list(data.sources),
-            data.path,
-            CorpusOptions(vocab_size=vocabulary, val_fraction=data.val_fraction, seed=config.seed),
-        )
+        prepare_sources(merge.build([phases.preset_config(self.request())]), self.say)
 
     def train(self) -> PipelineState | None:
         """Train until the run is finished or stopped. Returns the state of the run that replaces it, if any."""

@@ -114,6 +114,12 @@ def run(argv: Sequence[str]) -> int:
     if is_rank_zero:  # for other ranks, rank 0 may have created the directory already
         RunDirectory.check_name(Path(options.runs), options.name)
     if launching:
+        if options.init is None:  # else each process makes the configuration, and all wait for the first
+            from deskside.data.corpus.prepare_sources import (
+                prepare_sources,  # imports numpy, which takes time
+            )
+
+            prepare_sources(config, say)
         return launch("train", argv, processes)
     if initial is not None and is_rank_zero and not options.upcycle:
         warn_of_high_rate(merge.merge([*layers, given])[0])

@@ -3,9 +3,11 @@
 Replicas sum their gradients in `loop/gradient_buckets.py`.
 """
 
+import contextlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from torch import Tensor, nn
 from deskside.kernels.attention import ContextRanks
 from deskside.optim.owners import ALONE, Replicas
 from deskside.utils.errors import UsageError
+
+NO_LIMIT = timedelta(days=365)  # of a wait
 
 
 @dataclass(frozen=True)
@@ -103,9 +107,25 @@ class World:
         return values
 
     def barrier(self) -> None:
-        """Wait until every rank has called this."""
+        """Wait until every rank has called this, at most as long as torch's process group does."""
         if self.size > 1:
             dist.barrier()
+
+    @contextlib.contextmanager
+    def rank_zero_first(self) -> Iterator[bool]:
+        """Context manager, True on rank 0, in which that may work for hours; the other ranks wait for it at the end.
+
+        An exception on rank 0 ends the wait of the others with an error, as soon as its process ends.
+        """
+        if self.size == 1:
+            yield True
+            return
+        group = dist.new_group(
+            backend="gloo", timeout=NO_LIMIT
+        )  # the default group waits for 10 or 30 minutes
+        yield self.is_rank_zero
+        dist.barrier(group)
+        dist.destroy_process_group(group)
 
 
 def init_distributed(device: str, mode: str, gpu_budget: float | None = None, context: int = 1) -> World:

@@ -13,6 +13,7 @@ from deskside.cli.answer import speed
 from deskside.cli.main import main
 from deskside.cli.train import warn_of_high_rate
 from deskside.config.run import RunConfig
+from deskside.data.reading.index_file import is_prepared
 from tests.serve.made_run import MadeRun, make
 
 STAGES = (
@@ -370,3 +371,21 @@ def test_trained_weights_have_one_rate(
         config = dry(["--init", str(made.path), *optimizer, *options, *given], capsys)["config"]
         assert (config["optim"]["embedding_lr"], config["optim"]["head_lr"]) == rates
     assert dry(["demo", *optimizer], capsys)["config"]["optim"]["head_lr"] == 0.008
+
+
+def test_data_is_prepared_before_processes_are_launched(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process that prepares for hours must not keep the others waiting in a process group."""
+    (here / "book.txt").write_text("a sentence of the book. " * 2000)
+    (here / "tiny.toml").write_text(
+        "base = 'demo'\n[model]\nvocab_size = 300\n[data]\npath = 'data/book'\nsources = ['book.txt']\n"
+    )
+    seen = []
+
+    def launched(command: str, argv: list[str], processes: int) -> int:
+        seen.append((command, processes, is_prepared("data/book")))
+        return 0
+
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    monkeypatch.setattr("deskside.cli.train.launch", launched)
+    assert main(["train", "tiny.toml", "--gpus", "2", "--compute.device", "cpu"]) == 0
+    assert seen == [("train", 2, True)]

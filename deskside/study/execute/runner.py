@@ -16,8 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from deskside.data.corpus.analyze import CorpusOptions
-from deskside.data.corpus.prepare import prepare
+from deskside.data.corpus.prepare_sources import prepare_sources
 from deskside.data.reading.index_file import is_prepared
 from deskside.run.directory import RunDirectory
 from deskside.study import results_io
@@ -303,16 +302,13 @@ def prepare_all(arms: Sequence[PlannedArm], say: Callable[[str], None]) -> None:
             continue
         first = first_arm.setdefault(path, arm)
         recipe, first_recipe = (
-            (one.config.data.sources, one.config.data.val_fraction, one.config.model.vocab_size)
-            for one in (arm, first)
+            (config.data.sources, config.data.val_fraction, config.model.vocab_size, config.seed)
+            for config in (arm.config, first.config)
         )
         if recipe != first_recipe:
             raise UsageError(
                 f"data.path: {path}: arms {first.id} and {arm.id} would prepare it differently; give each its own "
                 f"data.path, or prepare it with: deskside data prepare"
             )
-    for path, arm in first_arm.items():
-        data, vocabulary = arm.config.data, arm.config.model.vocab_size
-        say(f"preparing {', '.join(data.sources)} into {path}")
-        options = CorpusOptions(vocab_size=vocabulary, val_fraction=data.val_fraction, seed=1)
-        prepare(list(data.sources), path, options)
+    for arm in first_arm.values():
+        prepare_sources(arm.config, say)

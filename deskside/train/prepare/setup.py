@@ -15,9 +15,8 @@ from deskside.config.dimensions import model_uncovered_reason
 from deskside.config.recipes import default_precision, expert_recipe, recipe_named
 from deskside.config.run import RunConfig
 from deskside.config.sections import AdapterConfig
-from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.heldout import validation_warnings
-from deskside.data.corpus.prepare import prepare
+from deskside.data.corpus.prepare_sources import prepare_sources
 from deskside.data.reading.index import read_index
 from deskside.data.reading.index_file import is_prepared
 from deskside.kernels.functional import create_cuda_context_for_autograd
@@ -53,16 +52,10 @@ def ensure_data(config: RunConfig, world: World, say: Say) -> Path:
     """Return the path of the run's prepared data. It is prepared from `data.sources` first if it does not exist."""
     assert config.data.path is not None  # checked by `preflight.check_start`
     path = Path(config.data.path)
-    if world.is_rank_zero and config.data.sources and not is_prepared(path):
-        say(f"preparing {', '.join(config.data.sources)} into {path}")
-        prepare(
-            list(config.data.sources),
-            path,
-            CorpusOptions(
-                vocab_size=config.model.vocab_size, val_fraction=config.data.val_fraction, seed=config.seed
-            ),
-        )
-    world.barrier()
+    if config.data.sources:
+        with world.rank_zero_first() as is_first:
+            if is_first:
+                prepare_sources(config, say)
     if world.is_rank_zero and config.align is None and is_prepared(path):
         for line in validation_warnings(read_index(path)):
             say(f"warning: {line}")

@@ -11,19 +11,22 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
+from deskside.config.run import RunConfig
 from deskside.study import results as files
 from deskside.study.execute.devices import Device, choose
 from deskside.study.execute.executor import LocalExecutor, RunningTrial
 from deskside.study.execute.journal import FINAL, StudyJournal
-from deskside.study.execute.runner import MAX_LOSSES, Runner
+from deskside.study.execute.runner import MAX_LOSSES, Runner, prepare_all
 from deskside.study.execute.study_folder import StudyFolder, StudyPlan
 from deskside.study.execute.study_progress import RemainingTime, read_progress
 from deskside.study.execute.trial_process import LOST, TrialEnd, TrialJob, TrialProcess
 from deskside.study.results import Results, Trial
+from deskside.study.spec.expand import PlannedArm
 from deskside.study.stats.metrics import BY_KEY
 from deskside.utils.errors import RunError, UsageError
 from tests.study import fake_trials, tiny_study
 from tests.study.tiny_study import ARMS
+from tests.train import tiny_run
 
 
 def trials(results: Results) -> dict[str, Trial]:
@@ -362,3 +365,19 @@ def test_a_lost_trial_is_repeated_up_to_a_limit(folder: StudyFolder, losses: int
     assert trial.status == ("finished" if losses < MAX_LOSSES else "killed")
     assert trial.attempts == min(losses + 1, MAX_LOSSES) == len(started(folder))
     assert "its node died" in trial.reason or losses < MAX_LOSSES
+
+
+def test_missing_data_is_prepared_once_as_the_arms_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared: list[RunConfig] = []
+    monkeypatch.setattr(
+        "deskside.study.execute.runner.prepare_sources", lambda config, say: prepared.append(config)
+    )
+    data = {"sources": ["bundled:tiny_shakespeare.txt"]}
+    configs = [tiny_run.config(tmp_path / "data", data=data, seed=seed) for seed in (7, 7, 8)]
+    arms = [PlannedArm(f"a{i}", "", "", {}, f"a{i}", config, "60 steps") for i, config in enumerate(configs)]
+    prepare_all(arms[:2], print)
+    assert prepared == configs[:1]
+    with pytest.raises(UsageError, match="arms a0 and a2 would prepare it differently"):
+        prepare_all(arms, print)

@@ -1,10 +1,13 @@
 """Decisions about a run's precision before it begins: which products are native, and what the run records."""
 
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 
 from deskside.config import merge
 from deskside.config.run import RunConfig
@@ -13,7 +16,7 @@ from deskside.ops.linear import HeadLoss
 from deskside.precision.hardware_caps import HardwareCaps
 from deskside.precision.head import QuantizedHead
 from deskside.precision.selfcheck import CheckResult
-from deskside.train.parallel import World
+from deskside.train.parallel import World, destroy_distributed, init_distributed
 from deskside.train.prepare import setup
 from deskside.train.prepare.preflight import check_start
 from deskside.utils.errors import UsageError
@@ -240,3 +243,23 @@ def test_validation_that_is_too_small_is_told_when_training_begins(data: Path) -
     said: list[str] = []
     setup.ensure_data(tiny_run.config(data), World(torch.device("cpu")), said.append)
     assert [line.startswith("warning: validation is ") for line in said] == [True]
+
+
+def prepares_slowly(folder: Path) -> None:
+    distributed_c10d.default_pg_timeout = timedelta(seconds=1)  # of torch; 30 minutes, 10 with NCCL
+    world = init_distributed("cpu", "auto")
+
+    def prepare(config: RunConfig, say: Any) -> None:
+        time.sleep(3)
+        (folder / f"{world.rank}.txt").touch()
+
+    setup.prepare_sources = prepare
+    sources = {"sources": [str(folder / "text.txt")]}
+    setup.ensure_data(tiny_run.config(folder / "data", data=sources), world, print)
+    assert [path.name for path in folder.glob("*.txt")] == ["0.txt"]
+    destroy_distributed(world)
+
+
+def test_other_ranks_wait_for_the_data_however_long_it_takes(tmp_path: Path) -> None:
+    child = tiny_run.call(prepares_slowly, tmp_path, log=tmp_path / "log", ranks=2)
+    assert child.wait() == 0, child.text()
