@@ -9,6 +9,14 @@ from typing import Any
 from deskside.budget.shape import num_params
 from deskside.cli.output import print_json, program_name
 from deskside.run.directory import RunDirectory
+from deskside.run.validation import (
+    BASELINES,
+    baselines,
+    share_text,
+    told_baselines,
+    validation_share,
+    validation_text,
+)
 from deskside.utils.format import count, elapsed
 from deskside.utils.printer import Printer
 
@@ -57,7 +65,7 @@ def finish(outcome: Any, objective: str | None, as_json: bool) -> int:
 def _print_pretrained(run: RunDirectory, summary: dict[str, Any], page: Path) -> None:
     printer, path = Printer(), shlex.quote(str(run.path))
     fields = [
-        ("validation", _bits_per_byte(summary["val_bpb"])),
+        ("validation", _validation(summary)),
         *((f"  {name}", f"{one['bpb']:.3f}") for name, one in (summary["val_languages"] or {}).items()),
         ("gzip -9", f"{_bits_per_byte(summary['gzip_bpb'])} on the same text"),
         ("unigram", f"{_bits_per_byte(summary['unigram_bpb'])} on the same text"),
@@ -78,16 +86,20 @@ def _print_pretrained(run: RunDirectory, summary: dict[str, Any], page: Path) ->
 
 def pretraining_answer(run: RunDirectory, summary: dict[str, Any]) -> str:
     """Return what was trained on how much in which time, and how well, in one sentence."""
-    loss, gzip = summary["val_bpb"], summary["gzip_bpb"]
+    loss = summary["val_bpb"]
     size = count(num_params(run.config().model))
     text = f"A model of {size} parameters was trained on {count(summary['tokens'])} tokens in "
     text += f"{elapsed(summary['seconds'])} ({summary['clock']} clock)"
     if loss is None:
         return f"{text}."
     text += f"; it needs {loss:.3f} bits per byte of text that it has not seen"
-    if gzip is not None:
-        text += f", {'less' if loss < gzip else 'more'} than gzip -9 ({gzip:.3f})"
-    return f"{text}."
+    if validation_share(summary) < 1:
+        text += f" (on {validation_text(summary)})"
+    sides = [
+        f"{'less' if loss < value else 'more'} than {'gzip -9' if name == 'gzip' else BASELINES[name]} ({value:.3f})"
+        for name, value in told_baselines(loss, baselines(summary)).items()
+    ]
+    return f"{text}{', ' if sides else ''}{' and '.join(sides)}."
 
 
 def print_samples(printer: Printer, samples: list[dict[str, Any]]) -> None:
@@ -97,6 +109,11 @@ def print_samples(printer: Printer, samples: list[dict[str, Any]]) -> None:
         printer.text(f"\nsample {number}{language}: {sample['prompt']!r} ->")
         for line in sample["text"].splitlines():
             printer.text(line, indent=2)
+
+
+def _validation(summary: dict[str, Any]) -> str:
+    part = f" on {validation_text(summary)}" if validation_share(summary) < 1 else ""
+    return f"{_bits_per_byte(summary['val_bpb'])}{part}"
 
 
 def _bits_per_byte(value: float | None) -> str:
@@ -112,6 +129,8 @@ def _print_finetuned(run: RunDirectory, objective: str, summary: dict[str, Any],
                 printer.text(f"{label}: {' '.join(sample[key].split())[:MAX_SAMPLE]}", indent=2, hanging=2)
         printer.text()
     held_out = _held_out(objective, summary)
+    if (share := validation_share(summary)) < 1:
+        held_out += f" (on {share_text(share)} of the held-out data)"
     printer.fields([("held out", held_out), ("speed", speed(summary))])
     print_answer(
         printer,

@@ -8,7 +8,7 @@ from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption, check_directory
 from deskside.dashboard import file_cache
-from deskside.dashboard.run_details import key_numbers, newest_values, option_rows
+from deskside.dashboard.run_details import SCORED, key_numbers, newest_values, option_rows
 from deskside.dashboard.run_table import RUN, SEARCH, STUDY, TRIAL, TableRow
 from deskside.dashboard.scan import scan
 from deskside.run.record import RunRecord
@@ -78,6 +78,8 @@ def _list(root: Path, options: RunsOptions) -> int:
         progress = "" if row.progress is None else f" {row.progress:.0%}"
         cells.append([row.title, f"{row.status}{progress}", *_results(row), row.created[:10]])
     printer.table(["name", "status", *RESULTS, "started"], cells, "ll" + "r" * len(RESULTS) + "l")
+    if any(_partial(row) for row in shown):
+        printer.text("\n* of a part of the validation text: compare such runs to see how much", "quiet")
     if len(shown) < len(rows):
         printer.text(f"\n{len(rows) - len(shown)} older ones: --limit 0 lists all.", "quiet")
     return 0
@@ -98,12 +100,19 @@ def _compare(paths: Sequence[Path], as_json: bool) -> int:
         records[name] = file_cache.brief(run.path)
         row = rows[name] = replace(file_cache.row(run.path, run.path in live, Path(), RUN), name=name)
         numbers[name] = key_numbers(row, newest_values(file_cache.newest_metrics(run.path).rows))
+    shares = {name: row.val_share for name, row in rows.items() if row.val_share is not None}
+    if min(shares.values(), default=1.0) < 1:
+        numbers = {
+            name: {SCORED: "all" if name in shares else None, **of_run} for name, of_run in numbers.items()
+        }
     differences = option_rows(records, only_different=len(records) > 1)
     if as_json:
         print_json({"runs": [asdict(row) for row in rows.values()], "options": differences}, indent=1)
         return 0
     printer = Printer()
     _columns(printer, {name: {"status": row.status, **numbers[name]} for name, row in rows.items()})
+    if len({f"{share:.2f}" for share in shares.values()}) > 1:
+        printer.text("\nTheir results are not of the same part of the validation text.", "attention")
     if problems := [f"{name}: {problem}" for name, record in records.items() for problem in record.problems]:
         printer.text("\n".join(["", *problems]), "attention")
     if len(records) == 1:
@@ -116,10 +125,14 @@ def _compare(paths: Sequence[Path], as_json: bool) -> int:
     return 0
 
 
+def _partial(row: TableRow) -> bool:
+    return row.val_share is not None and row.val_share < 1
+
+
 def _results(row: TableRow) -> list[str]:
     """Return the cells of `RESULTS`, empty where nothing was measured."""
     return [
-        "" if row.bpb is None else f"{row.bpb:.4f}",
+        "" if row.bpb is None else f"{row.bpb:.4f}{'*' if _partial(row) else ''}",
         "" if row.tokens_per_second is None else count(row.tokens_per_second),
         "" if row.mfu is None else f"{row.mfu:.0%}",
         "" if row.seconds is None else duration(row.seconds),

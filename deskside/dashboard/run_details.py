@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from deskside.dashboard.run_table import TableRow
 from deskside.run.record import RunRecord, flatten, number, objects, text
+from deskside.run.validation import share_text
 from deskside.utils.format import count, dollars, elapsed, percent, value_text
 
 NOTABLE_EVENTS = (
@@ -18,6 +19,7 @@ NOTABLE_EVENTS = (
     "overfitting",
     "ends with the weights of",
 )
+SCORED = "validation text read"  # label of the share of it that the final evaluation read, if not all
 
 
 @dataclass(frozen=True)
@@ -45,8 +47,10 @@ def key_numbers(row: TableRow, newest: Mapping[str, float]) -> dict[str, str | N
         quality = {"held-out accuracy": percent(newest["val_accuracy"], 1)}
     elif bpb is None and "val_reward" in newest:
         quality = {"held-out reward": shown(newest["val_reward"], ".3f")}
+    share = 1.0 if row.val_share is None else row.val_share
     return {
         **quality,
+        **({SCORED: share_text(share)} if share < 1 else {}),
         "training loss": shown(newest.get("loss"), ".4f"),
         "tokens": count(newest["tokens"]) if "tokens" in newest else None,
         "tokens/s": shown(row.tokens_per_second, ",.0f"),

@@ -19,6 +19,7 @@ from deskside.run.record import (
     series,
     text,
 )
+from deskside.run.validation import validation_share
 from deskside.study.results import INTERRUPTED, Arm, Results, Trial, best_first
 from deskside.study.stats.metrics import QUALITY, SPEED, metric_named
 from deskside.utils.format import count, percent, plural, printable
@@ -46,6 +47,7 @@ class TableRow:
         bpb: The lowest validation bits per byte of a run; of a study, the lowest mean; of a search, the winner's mean
             on fresh seeds or, until then, the best trial's.
         last_bpb: Those of a run at its end or, until then, the newest.
+        val_share: Share of the validation text that the final evaluation of a run read; None of one without it.
         seconds: Time of training; of a study, of all its trials; of a search, on the clock.
         dollars: Electricity at the wall by the measured power of the card (see `electricity`).
         created: ISO time of the start.
@@ -59,6 +61,7 @@ class TableRow:
     progress: float | None = None
     bpb: float | None = None
     last_bpb: float | None = None
+    val_share: float | None = None
     tokens_per_second: float | None = None
     mfu: float | None = None
     seconds: float | None = None
@@ -113,6 +116,7 @@ def run_row(
         progress=min(1.0, step / total) if status != "finished" and step is not None and total else None,
         bpb=min((bpb for bpb in (lowest, last_bpb) if bpb is not None), default=None),
         last_bpb=last_bpb,
+        val_share=validation_share(summary) if record.finished else None,
         tokens_per_second=newest("tokens_per_second"),
         mfu=newest("mfu") if has_known_peak(environment) else None,
         seconds=seconds,

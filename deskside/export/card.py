@@ -212,6 +212,7 @@ def _measures(stage: RunStage) -> list[tuple[str, str]]:
         "val_loss": "loss, nats per token",
         "val_tokens": "held-out tokens measured",
         "val_bytes": "held-out bytes measured",
+        "val_share": "share of the held-out text measured",
         "gzip_bpb": "for comparison: bits per byte of gzip",
         "unigram_bpb": "for comparison: bits per byte of token frequencies",
     }

@@ -5,6 +5,15 @@ from deskside.report.document import Block, Bullets, KeyNumber, KeyNumbers
 from deskside.report.run_plan import recipe_used
 from deskside.run.lineage import energy_use
 from deskside.run.record import RunRecord, has_known_peak, machine_name, mapping, number, text
+from deskside.run.validation import (
+    BASELINES,
+    baselines,
+    not_reached,
+    share_text,
+    told_baselines,
+    validation_share,
+    validation_text,
+)
 from deskside.utils.format import count, elapsed, percent
 from deskside.utils.format import number as number_text
 
@@ -76,7 +85,11 @@ def _objective_result(record: RunRecord) -> str | None:
         if final is None:
             return None
         earlier = "" if initial is None else f", {shown(initial, number_format)} before the first step"
-        return f"{template.format(shown(final, number_format))}{earlier} (measured, {better} is better)."
+        part = validation_share(record.summary)
+        read = "" if part >= 1 else f", on {share_text(part)} of the held-out data"
+        return (
+            f"{template.format(shown(final, number_format))}{earlier}{read} (measured, {better} is better)."
+        )
 
     if objective(record) == "sft" and number(before.get("val_loss")) is not None:
         return result("val_loss", ".3f", "{} nats per assistant token of held-out conversations", "lower")
@@ -98,22 +111,17 @@ def _pretraining_result(record: RunRecord) -> str:
     bpb = final if final is not None else record.last("val_bpb")
     if bpb is None:
         return "No verdict yet: this run has no validation result."
-    result = f"{bpb:.3f} bits per byte on validation text"
-    baselines = {
-        name: value
-        for name in ("gzip", "unigram")
-        if (value := number(record.summary.get(f"{name}_bpb"))) is not None
-    }
-    if not baselines:
+    result = f"{bpb:.3f} bits per byte on {validation_text(record.summary, 'validation text')}"
+    known = baselines(record.summary)
+    if not known:
         return f"{result} (measured); there is no gzip or unigram baseline to compare with."
-    gzip = baselines.get("gzip")
-    if gzip is None:
-        opening = "Measured"
-    elif bpb < gzip:
-        opening = f"Better than gzip by {100 * (1 - bpb / gzip):.0f} %"
+    if missed := not_reached(bpb, known):
+        opening = f"Not yet better than {' or '.join(BASELINES[name] for name in missed)}"
+    elif "gzip" in known:
+        opening = f"Better than gzip by {100 * (1 - bpb / known['gzip']):.0f} %"
     else:
-        opening = "Not yet better than gzip"
-    baseline_text = " and ".join(f"{value:.3f} of {name}" for name, value in baselines.items())
+        opening = "Measured"
+    baseline_text = " and ".join(f"{value:.3f} of {name}" for name, value in known.items())
     return f"{opening}: {result}, against {baseline_text} (all measured, lower is better)."
 
 
@@ -135,9 +143,11 @@ def _quality(record: RunRecord) -> list[KeyNumber]:
     summary = record.summary
     bpb = record.newest("val_bpb", "val_bpb")
     if bpb is not None:
-        gzip = number(summary.get("gzip_bpb"))
-        note = "" if gzip is None else f"bits per byte; gzip has {gzip:.3f}"
-        return [KeyNumber("validation loss", f"{bpb:.3f}", note or "bits per byte")]
+        part = "" if validation_share(summary) >= 1 else f" on {validation_text(summary)}"
+        others = [
+            f"; {name} has {value:.3f}" for name, value in told_baselines(bpb, baselines(summary)).items()
+        ]
+        return [KeyNumber("validation loss", f"{bpb:.3f}", f"bits per byte{part}{''.join(others)}")]
     found = (
         ("val_accuracy", "held-out pairs ranked correctly", ".1%"),
         ("val_reward", "mean reward, held-out questions", ".3f"),

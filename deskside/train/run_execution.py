@@ -449,6 +449,7 @@ class RunExecution:
         self.log.event(
             f"final evaluation: {evaluation.tokens:,} of {self.validation.num_tokens:,} validation tokens"
         )
+        share = evaluation.tokens / max(1, self.validation.num_tokens)
         seconds, device = self.clock.seconds(), self.world.device
         peak_memory_gib = environment_record.peak_memory_gib(device)
         model = finalize.whole_model(self.context.model, self.world)
@@ -461,6 +462,7 @@ class RunExecution:
             **({"objective": self.config.align.name} if self.config.align else {}),
             **evaluation.summary,
             **(evaluation.baselines() if evaluation.baselines is not None else {}),
+            **({"val_share": share} if share < 1 else {}),
             "steps": trainer.progress.step,
             "tokens": trainer.progress.tokens,
             "mixture_epochs": mixture_epochs(self.stages, trainer.progress.rows),

@@ -73,6 +73,21 @@ def test_one_run_has_all_options(made: Path, capsys: pytest.CaptureFixture[str])
     assert {"option": "optim.name", "runs/first": "muon"} in options
 
 
+def test_runs_scored_on_different_parts_of_the_text(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made_up.run(made / "runs/short", val_share=0.06)
+    rows = printed(["runs/first", "runs/short"], capsys)["runs"]
+    assert [row["val_share"] for row in rows] == [1.0, 0.06]
+    assert main(["runs", "runs/first", "runs/short"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["all", "6", "%"] in [line[-3:] for line in lines] and ["same", "part"] in [
+        line[i : i + 2] for line in lines for i in range(len(line))
+    ]
+    assert main(["runs"]) == 0
+    assert capsys.readouterr().out.count("*") == 2  # in its row and below the table
+    assert main(["runs", "runs/first", "runs/second"]) == 0
+    assert "all" not in capsys.readouterr().out.split()
+
+
 def test_no_runs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed([], capsys) == []
     assert main(["runs"]) == 0

@@ -19,6 +19,7 @@ from deskside.report.run_plan import recipe_used
 from deskside.report.run_report import compose
 from deskside.report.write import write_report
 from deskside.run.record import read_run
+from deskside.run.validation import BASELINES
 from deskside.utils.errors import UsageError
 from deskside.utils.files import TEMPORARY_SUFFIX
 
@@ -367,6 +368,28 @@ def test_a_model_worse_than_gzip_is_said_to_be(tmp_path: Path) -> None:
     (folder / "summary.json").write_text(json.dumps({**summary, "val_bpb": 3.5}))
     page, _ = report(folder)
     assert "Not yet better than gzip: 3.500" in "".join(page.words)
+
+
+@pytest.mark.parametrize(
+    ("bpb", "missed"), [(2.0, []), (2.6, ["a unigram model"]), (3.7, ["gzip", "a unigram model"])]
+)
+def test_the_headline_names_every_baseline_that_is_not_reached(
+    bpb: float, missed: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "summary.json").write_text(json.dumps({"val_bpb": bpb, "gzip_bpb": 3.6, "unigram_bpb": 2.5}))
+    headline = verdict(read_run(tmp_path)).split(":")[0]
+    assert [
+        name for name in BASELINES.values() if name in headline.removeprefix("Better than gzip")
+    ] == missed
+    assert ("Better than gzip by 44 %" in headline) == (not missed)
+
+
+@pytest.mark.parametrize(
+    ("share", "said"), [(0.06, "6 % of "), (0.0001, "under 1 % of "), (0.9999, "99 % of ")]
+)
+def test_a_result_on_a_part_of_the_text_says_so(share: float, said: str, tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text(json.dumps({"val_bpb": 1.5, "val_share": share}))
+    assert said in verdict(read_run(tmp_path))
 
 
 @pytest.mark.usefixtures("no_figures")

@@ -201,6 +201,7 @@ def test_a_short_run_evaluates_what_there_is_time_for(
     else:
         assert evaluated[-1] == whole and 0.97 * 20 <= summary["seconds"] <= 20
     assert f"final evaluation: {evaluated[-1]:,} of {whole:,}" in tiny_run.events(tmp_path / "run")
+    assert summary.get("val_share", 1) == pytest.approx(evaluated[-1] / whole)
 
 
 def with_its_own_stopwatch(root: Path, config: Any) -> None:

@@ -1,0 +1,48 @@
+"""What a run's validation result means: the part of the text that it is of, and the baselines that it does not reach.
+
+The terminal, the report and the dashboard say it in these words.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from deskside.run.record import number
+from deskside.utils.format import percent
+
+BASELINES = {
+    "gzip": "gzip",
+    "unigram": "a unigram model",
+}  # from the name in summary.json to that in a sentence
+
+
+def validation_share(summary: Mapping[str, Any]) -> float:
+    """Return the share of the validation text that the final evaluation read: 1 unless the run had no time for all."""
+    share = number(summary.get("val_share"))
+    return 1.0 if share is None else share
+
+
+def share_text(share: float) -> str:
+    """Return a share below 1 as text, which is never that of nothing or of all."""
+    return "under 1 %" if share < 0.01 else percent(min(share, 0.99), 0)
+
+
+def validation_text(summary: Mapping[str, Any], whole: str = "the validation text") -> str:
+    """Return what the final evaluation read: `whole`, or "6 % of `whole`"."""
+    share = validation_share(summary)
+    return whole if share >= 1 else f"{share_text(share)} of {whole}"
+
+
+def baselines(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Return the bits per byte of the known baselines on the text that was read, by their names in summary.json."""
+    values = {name: number(summary.get(f"{name}_bpb")) for name in BASELINES}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def not_reached(bpb: float, known: Mapping[str, float]) -> list[str]:
+    """Return which of the `baselines` a model with this loss is not better than."""
+    return [name for name, value in known.items() if bpb >= value]
+
+
+def told_baselines(bpb: float, known: Mapping[str, float]) -> dict[str, float]:
+    """Return the `baselines` that a short sentence compares with: gzip, and those that the model is not better than."""
+    return {name: value for name, value in known.items() if name == "gzip" or name in not_reached(bpb, known)}
