@@ -32,6 +32,7 @@ from deskside.config.dimensions import padded_vocabulary
 from deskside.config.duration import Duration
 from deskside.config.run import RunConfig
 from deskside.data.reading.index_file import INDEX
+from deskside.run.continuing import check_unfinished
 from deskside.run.directory import RunDirectory
 from deskside.train.prepare.preflight import set_cublas_workspace, too_short
 from deskside.utils.console import say
@@ -306,6 +307,7 @@ class FinetuneRun:
                 "--resume uses the run's own configuration; give no other options with it, but --gpus"
             )
         align = config_to_resume(Path(options.resume)).align
+        check_unfinished(Path(options.resume))
         command = align.name if align is not None else "train"
         if self.name not in ("sft", command):  # sft resumes runs of every command
             raise UsageError(

@@ -202,10 +202,6 @@ def _create_pipeline(options: GoOptions, given: dict[str, Any], argv: Sequence[s
     if options.gpu_budget is not None and this_machine().device == "cpu":
         raise UsageError("--gpu-budget: this machine has no GPU; leave it out")
     _check_can_confirm(options)
-    path = Path(options.runs) / (options.name or "")
-    if options.name is not None and path.exists():
-        resume = f", or continue with: deskside go --resume {path}" if (path / FILE).exists() else ""
-        raise UsageError(f"{path} exists; choose another --name{resume}")
     run = RunDirectory.create(Path(options.runs), options.name, name_of_preset(options.preset or "go"))
     return PipelineState.begin(run, options.hours, recorded_options, shlex.join(["deskside", "go", *argv]))
 

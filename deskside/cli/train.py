@@ -27,6 +27,7 @@ from deskside.config.gpu_batch import build_on_gpus
 from deskside.config.model import ModelConfig
 from deskside.config.optim import TABLE_RATES
 from deskside.config.run import RunConfig
+from deskside.config.sections import BatchConfig
 from deskside.data.reading.index_file import is_prepared
 from deskside.run.directory import RunDirectory
 from deskside.train.prepare.preflight import check_start, set_cublas_workspace
@@ -115,14 +116,17 @@ def run(argv: Sequence[str]) -> int:
         RunDirectory.check_name(Path(options.runs), options.name)
     if launching:
         if options.init is None:  # else each process makes the configuration, and all wait for the first
-            from deskside.data.corpus.prepare_sources import (
-                prepare_sources,  # imports numpy, which takes time
-            )
+            # Not at the top, because it imports numpy, which takes time.
+            from deskside.data.corpus.prepare_sources import prepare_sources
 
             prepare_sources(config, say)
         return launch("train", argv, processes)
-    if initial is not None and is_rank_zero and not options.upcycle:
-        warn_of_high_rate(merge.merge([*layers, given])[0])
+    if initial is not None and is_rank_zero:
+        chosen = merge.merge([*layers, given])[0]
+        if not _chooses_data(chosen):
+            say(f"--init: trains on the data of {options.init}: {config.data.path}")
+        if not options.upcycle:
+            warn_of_high_rate(chosen)
     set_cublas_workspace(config)
     if config.compute.device != "cpu":
         create_cuda_context()
@@ -206,16 +210,47 @@ def _configure(
 ) -> RunConfig:
     """Return the configuration: preset or depth, the shape of the initial model, and the given options."""
     set_length(given, options)
+    chosen = merge.merge([*layers, given])[0]
     if options.upcycle:
         layers = _upcycled_layers(options, given, layers, initial)
     elif initial is not None:
         merge.refuse_other_model(initial.config, given, str(options.init))
         layers = [*layers, *merge.resolved_layers("model", initial.config.model_dump(mode="json"))]
         layers = [*layers, _rates_of_tables(merge.merge([*layers, given])[0])]
+    if initial is not None:
+        layers = [_defaults_of(initial, chosen), *layers]
     config = build_on_gpus([*layers, given], processes)
     if options.upcycle:
         _check_upcycled(options, initial.config, config)
     return config
+
+
+def _defaults_of(initial: Any, chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the layer of defaults that fit the loaded model: rows that are not longer than its positions.
+
+    Of a pretraining run, they are its batch and, unless the user has chosen other data, its data. chosen: the user's
+    configuration.
+    """
+    positions = initial.config.max_position_embeddings
+    rows = min(
+        BatchConfig().sequence_length, 2 ** int(math.log2(positions))
+    )  # divides the default batch.tokens
+    layer: dict[str, Any] = {"batch": {"sequence_length": rows}}
+    config = None if initial.run_dir is None else RunDirectory(initial.run_dir).config()
+    if config is None or config.align is not None:
+        return layer
+    # The run's tokens per step may be no multiple of other rows.
+    keys = (
+        {"sequence_length"} if "sequence_length" in chosen.get("batch", {}) else {"sequence_length", "tokens"}
+    )
+    layer["batch"] = config.batch.model_dump(mode="json", include=keys)
+    if not _chooses_data(chosen):
+        layer["data"] = config.data.model_dump(mode="json", exclude_defaults=True)
+    return layer
+
+
+def _chooses_data(chosen: Mapping[str, Any]) -> bool:
+    return bool({"path", "sources"} & chosen.get("data", {}).keys())
 
 
 def _rates_of_tables(chosen: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,11 +16,12 @@ from typing import Any
 
 import deskside
 from deskside.pipeline.state_schema import PHASES, SCHEMA, Phase, problem
+from deskside.run.continuing import PIPELINE_FILE, resume_command
 from deskside.run.directory import RunDirectory
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import TEMPORARY_SUFFIX
 
-FILE = "go.json"
+FILE = PIPELINE_FILE
 SAVE_SECONDS = 2.0  # interval between writes of go.json
 # Time reserved for samples, the report and exiting, after training. They took 3 to 5 s on two CPU cores.
 TAIL_SECONDS, TAIL_SHARE = 6.0, 0.005
@@ -85,14 +86,14 @@ class PipelineState:
     def open(cls, path: Path) -> "PipelineState":
         """Open the state of an earlier process. Raises UsageError if there is none, RunError if it is damaged."""
         if not (path / FILE).is_file():
+            command = resume_command(path)
             files = (entry for entry in path.rglob("*") if entry.is_file())
             if path.is_dir() and not any(not file.name.endswith(TEMPORARY_SUFFIX) for file in files):
                 raise UsageError(
                     f"{path}: was stopped before its first phase; delete the folder and start again"
                 )
-            raise UsageError(
-                f"{path}: has no pipeline to resume (no {FILE}); start one with: deskside go --hours H"
-            )
+            remedy = f"continue it with: {command}" if command else "start one with: deskside go --hours H"
+            raise UsageError(f"{path}: has no pipeline to resume (no {FILE}); {remedy}")
         run = RunDirectory(path)
         data = run.read_json(FILE)
         why = problem(data, path)

@@ -9,6 +9,7 @@ from deskside.data.reading.rows import PackedDataset
 from deskside.evaluate.stream_bpb import VAL, TokenStream, read_stream, stream_bpb, transformers_loss
 from deskside.facts.gpus import find_device
 from deskside.facts.records import Corpus
+from deskside.run.continuing import resume_command
 from deskside.run.directory import RunDirectory
 from deskside.run.record import RunRecord, mapping, number, text
 from deskside.utils.errors import UsageError
@@ -45,7 +46,8 @@ def score_run(run: RunRecord, corpus: Corpus, data: str, minutes: float) -> Scor
     """Score the model of a finished run. Raises UsageError if the run breaks a rule of records with this time limit."""
     path = run.path
     if not run.finished:
-        raise UsageError(f"{path}: has not finished; continue it with: deskside train --resume {path}")
+        command = resume_command(path)
+        raise UsageError(f"{path}: has not finished{f'; continue it with: {command}' if command else ''}")
     schedule = mapping(run.config.get("schedule"))
     seconds, tokens, seed = (number(value) for value in (
         run.summary.get("seconds"), run.summary.get("tokens"), run.config.get("seed"),

@@ -20,6 +20,7 @@ from deskside.report.document import (
 )
 from deskside.report.run_answer import loss_unit, objective, opening, parameters, trained, verdict
 from deskside.report.run_plan import plan_blocks, provenance_rows, recipe_used
+from deskside.run.continuing import resume_command
 from deskside.run.record import RunRecord, flatten, has_known_peak, mapping, number, objects, text
 from deskside.utils.console import command_lines
 from deskside.utils.format import UNKNOWN, count, elapsed, percent, plural, value_text
@@ -88,7 +89,8 @@ def commands(record: RunRecord) -> list[str]:
         f"deskside eval {run} --json",
         f"deskside export {run} --to hf --out {shlex.quote(f'{record.path.name}-hf')}",
     ]
-    return lines if record.finished else [f"deskside train --resume {run}", *lines]
+    resume = resume_command(record.path)
+    return lines if resume is None else [resume, *lines]
 
 
 def _results_table(record: RunRecord) -> Table:

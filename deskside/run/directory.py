@@ -26,6 +26,7 @@ from deskside.config.align import GrpoConfig
 from deskside.config.base import first_problem
 from deskside.config.optim import TABLE_RATES
 from deskside.config.run import SCHEMA_VERSION, RunConfig
+from deskside.run.continuing import name_in_use
 from deskside.utils import hub, strict_json
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import append_line, sync, write_atomically, write_error
@@ -53,10 +54,7 @@ class RunDirectory:
         if not name or name in (".", "..") or "/" in name or "\\" in name:
             raise UsageError(f"--name {name!r}: must be a plain folder name")
         if (root / name).exists():
-            path = root / name
-            raise UsageError(
-                f"{path} exists; choose another --name, or continue it with: deskside train --resume {path}"
-            )
+            raise name_in_use(root / name)
 
     @classmethod
     def create(cls, root: Path, name: str | None, default: str) -> "RunDirectory":
@@ -70,9 +68,7 @@ class RunDirectory:
                     path.mkdir()
                 except FileExistsError:
                     if name is not None:
-                        raise UsageError(
-                            f"{path} exists; choose another --name, or continue it with: deskside train --resume {path}"
-                        ) from None
+                        raise name_in_use(path) from None
                     path, number = root / f"{default}-{number}", number + 1
                 else:
                     (path / "checkpoints").mkdir()

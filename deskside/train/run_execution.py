@@ -19,6 +19,7 @@ from deskside.model.transformer import Transformer
 from deskside.optim.average import WeightAverage
 from deskside.optim.build import Optimizer, build
 from deskside.optim.groups import trained_parameters
+from deskside.run.continuing import weights_command
 from deskside.run.directory import RunDirectory
 from deskside.run.record import emulated
 from deskside.train import environment_record, nodes
@@ -254,7 +255,7 @@ class RunExecution:
         if self.recorded.get("data", self.fingerprint) != self.fingerprint:
             raise UsageError(
                 f"data.path: {data} is not the data that {self.run.path} was trained on; restore that data, or "
-                f"start another run from its weights with: deskside train --init {self.run.path} --data.path {data}"
+                f"start another run from its weights with: {weights_command(self.run.path)}"
             )
         if self.initial is not None:
             self.initial.check_tokenizer(data)

@@ -7,6 +7,7 @@ from pathlib import Path
 import deskside
 from deskside.config.gpu_batch import check_processes
 from deskside.config.run import SCHEMA_VERSION, RunConfig
+from deskside.run.continuing import check_unfinished
 from deskside.run.directory import RunDirectory
 from deskside.train import nodes, parallel
 from deskside.train.loop.callbacks import Callback, Terminal
@@ -84,10 +85,7 @@ def resume(path: Path, watch: Callback | None = None, objective: Objective | Non
     run = RunDirectory.open(path)
     config = run.config()
     objective = _check_objective(objective, config, "resume it with this command")
-    if (run.path / "summary.json").exists():
-        raise UsageError(
-            f"{path} is finished; start another run from its weights with: deskside train --init {path}"
-        )
+    check_unfinished(path)
     check_start(config)
     # The number of processes may change, but a sharded run needs more than one.
     mode = "shard" if config.parallel.mode == "shard" else "auto"

@@ -23,6 +23,7 @@ from deskside.facts.checkpoint_names import hub_name_hint
 from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
 from deskside.precision.frozen import Format, quantize_for_generation
+from deskside.run.continuing import resume_command
 from deskside.utils import hub
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
@@ -181,7 +182,7 @@ def _from_run(
         raise RunError(
             f"{run_dir}: all {len(found)} checkpoints are damaged; train again, or restore one of them"
         )
-    raise UsageError(f"{run_dir}: has no checkpoint yet; make one with: deskside train --resume {run_dir}")
+    raise UsageError(f"{run_dir}: has no checkpoint yet; make one with: {resume_command(run_dir)}")
 
 
 def _from_checkpoint(

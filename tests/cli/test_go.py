@@ -185,8 +185,9 @@ def test_the_name_of_an_existing_run(here: Path, data: Path, capsys: pytest.Capt
     line = refused(argv(data, "--name", "mine"), capsys)
     assert line == "runs/mine exists; choose another --name"
     (here / "runs" / "mine" / "go.json").touch()
-    line = refused(argv(data, "--name", "mine"), capsys)
-    assert line == "runs/mine exists; choose another --name, or continue with: deskside go --resume runs/mine"
+    assert "deskside go --resume runs/mine" in refused(argv(data, "--name", "mine"), capsys)
+    (here / "runs" / "mine" / "go.json").write_text('{"phase": "done"}')
+    assert "--resume" not in refused(argv(data, "--name", "mine"), capsys)
 
 
 def test_a_failure_before_training_leaves_no_run(
