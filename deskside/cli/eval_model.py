@@ -53,7 +53,7 @@ from deskside.utils.errors import RunError, UsageError
 from deskside.utils.format import plural
 from deskside.utils.printer import Printer
 from deskside.utils.progress import ProgressBar
-from deskside.weights.load import Loaded, load_model
+from deskside.weights.load import Loaded, load_model, warn_if_unfinished
 
 BATCH_TOKENS = {"cpu": 8192, "cuda": 65536}  # default tokens per forward pass
 
@@ -68,6 +68,7 @@ def eval_model(options: EvalOptions) -> int:
     # Before the model is loaded, since both may not fit into memory.
     others = _other_records(options, tasks, device)
     loaded = load_model(options.source, device, select_dtype(device), say, options.base, options.weights)
+    warn_if_unfinished(loaded)
     check_lengths(lengths, loaded.config.max_position_embeddings)
     config = run_config(loaded)
     batch_tokens = options.batch_tokens or BATCH_TOKENS[device.type]

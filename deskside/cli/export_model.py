@@ -23,7 +23,7 @@ from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.progress import ProgressBar
 from deskside.weights.hf import check_out_dir, save_hf
-from deskside.weights.load import Loaded, load_model
+from deskside.weights.load import Loaded, load_model, warn_if_unfinished
 from deskside.weights.merge_adapters import load_adapted_run
 from deskside.weights.peft_config import is_peft
 
@@ -39,6 +39,7 @@ def export_model(options: ExportOptions) -> int:
     if options.push is not None:
         check_push(options.push)
     loaded = load_model(options.source, "cpu", torch.float32, say, options.base, options.weights)
+    warn_if_unfinished(loaded)
     adapter = mapping(mapping(loaded.run.get("config")).get("adapter"))
     in_base_format = options.dtype == "bfloat16" and adapter.get("base") == "bf16"
     if adapter and options.to != "peft" and not in_base_format:

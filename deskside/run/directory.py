@@ -15,6 +15,7 @@ last line, which readers skip and a resumed run removes.
 import contextlib
 import fcntl
 import json
+import os
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -109,11 +110,15 @@ class RunDirectory:
 
         activity: what the other process does, for the message, such as "is training this run".
         """
-        with (self.path / file_name).open("w") as file:
+        with (self.path / file_name).open("a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise UsageError(f"{self.path}: another process {activity}; stop it first") from None
+            with contextlib.suppress(OSError):  # a lock without its place is one all the same
+                file.truncate(0)
+                file.write(place_of_locks())
+                file.flush()
             yield
 
     def read_json(self, name: str) -> dict[str, Any]:
@@ -203,6 +208,18 @@ class RunDirectory:
         kept = [row for row in rows if row["step"] <= step]
         write_atomically(self.metrics, "".join(json.dumps(row) + "\n" for row in kept))
         return len(rows) - len(kept)
+
+
+def place_of_locks() -> str:
+    """Return what identifies this boot of the system and this container, whose processes see each other's locks.
+
+    A lock's file names the place where it was taken. Empty where the system does not say.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
+        return f"{boot} {os.stat('/proc/self/ns/pid').st_ino}\n"
+    except OSError:
+        return ""
 
 
 def resolve_path(path: str, directory: object) -> str:

@@ -8,6 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from deskside.run.directory import place_of_locks
 from deskside.study.results import INTERRUPTED, Results
 
 RECENT_SECONDS = 120.0
@@ -34,23 +35,37 @@ def held_locks() -> frozenset[int]:
 def is_live(path: Path, now: float, locks: frozenset[int]) -> bool:
     """Return True if a run is live: its lock is held, or it has no summary and wrote in the last two minutes.
 
+    The last writes count only where the lock cannot tell: on another machine, or before a new run has taken it.
+
     Args:
         now: Time in seconds since 1970.
         locks: Result of `held_locks`.
     """
     if is_held(path, locks):
         return True
-    if (path / "summary.json").exists():
+    if (path / "summary.json").exists() or _was_released(path):
         return False
     return now - last_written(path) < RECENT_SECONDS
 
 
 def is_held(path: Path, locks: frozenset[int]) -> bool:
-    """Return True if the lock of a run or a study is held. locks: result of `held_locks`."""
+    """Return True if the lock of a run, its pipeline or a study is held. locks: result of `held_locks`."""
+    for name in (".lock", ".go.lock"):
+        try:
+            if (path / name).stat().st_ino in locks:
+                return True
+        except OSError:
+            continue  # no lock file: the run is old, or a copy, or has not begun
+    return False
+
+
+def _was_released(path: Path) -> bool:
+    """Return True if a lock that is not held was taken here, so that it would be seen if it were held."""
     try:
-        return (path / ".lock").stat().st_ino in locks
+        place = (path / ".lock").read_text("utf-8", errors="replace")
     except OSError:
-        return False  # no lock file: the run is old, or a copy, or has not begun
+        return False
+    return place != "" and place == place_of_locks()
 
 
 def last_written(path: Path) -> float:

@@ -24,6 +24,7 @@ from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
 from deskside.precision.frozen import Format, quantize_for_generation
 from deskside.run.continuing import resume_command
+from deskside.run.record import read_brief
 from deskside.utils import hub
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
@@ -77,6 +78,16 @@ class Loaded:
     def name(self) -> str:
         """The name of the run or of the directory."""
         return str(self.run.get("name") or hub.short_name(self.source))
+
+
+def warn_if_unfinished(loaded: Loaded, warn: Callable[[str], None] = say) -> None:
+    """Warn that the weights of a run are those of a step before its end. A checkpoint that was named is no surprise."""
+    path = loaded.run_dir
+    if loaded.kind != "run" or path is None or loaded.step is None or (path / "summary.json").exists():
+        return
+    total = read_brief(path).total_steps
+    of_total = "" if total is None else f" of {total:,}"
+    warn(f"warning: {path} has not finished: these are its weights of step {loaded.step:,}{of_total}")
 
 
 def load_model(

@@ -8,8 +8,12 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
+from deskside.run.directory import RunDirectory
 from deskside.study import liveness
 from deskside.study.results import Results, Trial
+from deskside.utils.errors import UsageError
 from tests.dashboard import made_up
 from tests.study import made
 
@@ -22,6 +26,20 @@ def test_a_run_is_live_while_its_lock_is_held(tmp_path: Path) -> None:
             os.utime(path / name, (old, old))
         assert liveness.is_live(path, time.time(), liveness.held_locks())
     assert not liveness.is_live(path, time.time(), liveness.held_locks())
+
+
+def test_a_run_that_released_its_lock_here_was_interrupted(tmp_path: Path) -> None:
+    made_up.run(tmp_path / "r", finished=False)
+    now, run = time.time(), RunDirectory(tmp_path / "r")
+    with run.lock_for_training(True):
+        assert liveness.is_live(run.path, now, liveness.held_locks())
+        with pytest.raises(UsageError), run.lock_for_training(True):
+            pass
+    assert not liveness.is_live(run.path, now, liveness.held_locks())
+    with run.lock(".go.lock", "is running this pipeline"):  # it prepares to train on
+        assert liveness.is_live(run.path, now, liveness.held_locks())
+    (run.path / ".lock").write_text("another boot\n")  # of another machine, which may train
+    assert liveness.is_live(run.path, now, liveness.held_locks())
 
 
 def test_looking_does_not_take_the_lock(tmp_path: Path) -> None:

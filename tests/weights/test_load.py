@@ -283,3 +283,15 @@ def test_an_index_of_shards_that_is_none(content: str, run: Path, tmp_path: Path
     (folder / "model.safetensors.index.json").write_text(content)
     with pytest.raises(RunError, match=r"model\.safetensors\.index\.json(: has no weight_map| is damaged)"):
         load_model(folder)
+
+
+def test_weights_of_an_unfinished_run_are_announced(run: Path) -> None:
+    said = list[str]()
+    save(run, 40, made(1))
+    (run / "plan.json").write_text('{"revisions": [{"step": 0, "remaining": 1200}]}')
+    load.warn_if_unfinished(load_model(run), said.append)
+    assert len(said) == 1 and "step 40 of 1,200" in said[0]
+    load.warn_if_unfinished(load_model(run / "checkpoints" / "step-000000040"), said.append)
+    (run / "summary.json").write_text("{}")
+    load.warn_if_unfinished(load_model(run), said.append)
+    assert len(said) == 1
