@@ -21,7 +21,7 @@ from deskside.data.corpus.heldout import validation_warnings
 from deskside.data.reading.index import DatasetIndex, read_index
 from deskside.data.reading.verify import raise_if_damaged, verify
 from deskside.utils import hub
-from deskside.utils.console import say
+from deskside.utils.console import say_interrupted
 from deskside.utils.errors import UsageError
 from deskside.utils.format import count, elapsed, plural
 from deskside.utils.signals import signal_number
@@ -163,7 +163,7 @@ def _prepare(options: PrepareOptions) -> int:
         )
         report = prepare(options.sources, options.out, corpus_options)
     except KeyboardInterrupt as error:
-        say("interrupted; run the same command again to continue")
+        say_interrupted("interrupted; run the same command again to continue")
         return 128 + signal_number(error)
     if options.json:
         print_json(vars(report))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from deskside.cli.options import option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import JsonOption
-from deskside.utils.console import say
+from deskside.utils.console import say, say_interrupted
 from deskside.utils.errors import UsageError
 from deskside.utils.format import plural
 from deskside.utils.signals import signal_number
@@ -103,7 +103,7 @@ def run(options: CurateOptions, line_limit: int) -> int:
     try:
         report = curate(options.sources, options.out, curation)
     except KeyboardInterrupt as error:
-        say("interrupted; run the same command again to continue")
+        say_interrupted("interrupted; run the same command again to continue")
         return 128 + signal_number(error)
     if options.json:
         print_json({"out": options.out, **report})

@@ -27,7 +27,7 @@ from deskside.pipeline import phases
 from deskside.pipeline.pipeline_state import FILE, PipelineState, damaged, tail_seconds
 from deskside.pipeline.state_schema import MAX_GIB, MAX_HOURS
 from deskside.run.directory import RunDirectory
-from deskside.utils.console import say
+from deskside.utils import signals
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.launched import is_launched
 from deskside.utils.machine import this_machine
@@ -40,7 +40,8 @@ LENGTH_KEYS = ("length", "hours", "steps", "tokens", "clock")  # of the schedule
 class GoOptions(JsonOption):
     """Run the full pipeline within a time budget: doctor, probe, plan, pretraining, evaluation, export, report.
 
-    The hours are wall-clock and include everything from the start of this command to its end.
+    The hours are wall-clock and include everything from the start of this command to its end, but for the wait for an
+    answer.
 
     Examples:
       deskside go --hours 24 --data data/english
@@ -115,8 +116,8 @@ def _run_pipeline(state: PipelineState, options: GoOptions) -> int:
                 pipeline = Pipeline(state, options.yes, options.json)
                 next_state = pipeline.run_phases()
         return pipeline.exit_code
-    except KeyboardInterrupt:
-        say(f"stopped; continue with: deskside go --resume {state.run.path}")
+    except KeyboardInterrupt as error:
+        signals.add_remedy(error, f"continue with: deskside go --resume {shlex.quote(str(state.run.path))}")
         raise
 
 
@@ -181,6 +182,7 @@ def _create_pipeline(options: GoOptions, given: dict[str, Any], argv: Sequence[s
         "target_loss": options.target_loss,
         "probes": options.probes,
         "directory": str(Path.cwd()),
+        "yes": options.yes,
     }
     request = phases.PipelineRequest.of(options.hours, recorded_options)
     if options.corpus is not None:
@@ -226,6 +228,7 @@ def _resume_pipeline(options: GoOptions, given: dict[str, Any]) -> PipelineState
     if options.gpus is not None:
         config = state.result("plan").get("config", {})
         state.set_gpus(process_count(options.gpus, [config, state.data["options"]["given"]]))
+    options.yes = options.yes or bool(state.data["options"].get("yes"))
     if state.phase in BEFORE_TRAINING:
         _check_can_confirm(options)
     if state.seconds_left() <= 0 and state.phase != "report" and not has_trained(state.run):

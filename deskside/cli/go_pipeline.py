@@ -29,7 +29,6 @@ from deskside.utils.machine import this_machine
 from deskside.utils.signals import exit_code
 
 BEFORE_TRAINING = PHASES[: PHASES.index("train")]
-LONG_WAIT = 0.02  # share of the time budget; if the user takes longer to answer, planning is repeated
 # Part of the error of `training_run.start` as well, which `Pipeline.train_here` rewrites.
 TOO_SHORT = " is too short: "
 
@@ -93,13 +92,11 @@ class Pipeline:
 
     def plan(self) -> None:
         result = self._make_plan()
-        began = time.perf_counter()
-        if not self.yes and not _ask_to_continue():
-            raise UsageError("not confirmed; nothing was started")
-        waited = time.perf_counter() - began
-        if waited > LONG_WAIT * self.state.hours * 3600:
-            self.say(f"the answer took {waited:.0f} s of the time budget: planning again for the rest")
-            result = self._make_plan()
+        if not self.yes:
+            with self.state.waiting():
+                agreed = _ask_to_continue()
+            if not agreed:
+                raise UsageError("not confirmed; nothing was started")
         self.state.set_result("plan", result)
 
     def _make_plan(self) -> dict[str, Any]:
@@ -175,6 +172,7 @@ class Pipeline:
 
     def pilot(self) -> Any:
         """Return the `pilot.Pilot`, which has the configuration of the run, and its decision if there is one."""
+        began = time.perf_counter()
         from deskside.pipeline.pilot import Pilot
 
         plan = self.state.result("plan")
@@ -182,7 +180,11 @@ class Pipeline:
         length = self.options.get("length") or plan.get("length")
         seconds = plan.get("seconds") or self.state.hours * 3600
         config = phases.final_config(plan["config"], seconds, length)
-        return Pilot(self.state, with_resolved_paths(config, self.options), plan, self.options["target_loss"])
+        pilot = Pilot(
+            self.state, with_resolved_paths(config, self.options), plan, self.options["target_loss"]
+        )
+        pilot.earlier_phases_until = began
+        return pilot
 
     def train_here(self, pilot: Any, begun: bool) -> str:
         """Train in this process, and return the status: "finished", or what stopped it. begun: as `has_begun`."""

@@ -16,7 +16,6 @@ terminal) is dropped and the work continues. Standard output carries results, so
 import contextlib
 import io
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
@@ -24,7 +23,7 @@ from typing import Any, TextIO, cast
 
 from deskside import __version__
 from deskside.utils import launched, signals
-from deskside.utils.console import say
+from deskside.utils.console import say, say_interrupted
 from deskside.utils.errors import RunError, UsageError
 
 GPU_MEMORY_HINT = (
@@ -91,9 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise
             return _failed(f"deskside: {error}", "error", error.exit_code)
         except KeyboardInterrupt as error:
-            number = signals.signal_number(error)
-            by_signal = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
-            return _failed(f"interrupted{by_signal}", "stopped", 128 + number)
+            return _failed(signals.message(error), "stopped", 128 + signals.signal_number(error))
         except BrokenPipeError:  # the reader of standard output has ended, such as `head`
             return 1
         except OSError as error:
@@ -114,7 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _failed(text: str, kind: launched.Kind, code: int) -> int:
     """Print an error, or send it to the launcher of this process, and return the exit code."""
     if not launched.report(text, kind):
-        say(text)
+        (say_interrupted if kind == "stopped" else say)(text)
     return code
 
 

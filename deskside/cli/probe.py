@@ -24,7 +24,7 @@ from deskside.probe.grid import LONGEST_SEQUENCE, Point, Size, calibration_point
 from deskside.probe.sweep import MEASURE_CARD, MEASURE_POINT, PointResult, Sweep, SweepResult
 from deskside.probe.sweep_display import progress_listener
 from deskside.utils import signals
-from deskside.utils.console import say
+from deskside.utils.console import say, say_interrupted
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.format import count
 from deskside.utils.printer import Printer
@@ -118,10 +118,15 @@ def probe(options: ProbeOptions, point_target: str = MEASURE_POINT, card_target:
             card_target,
         )
         result = sweep.measure(points)
-    _show(result, machine, store, options.json)
+    if result.interrupted and not options.json:  # the other points are no news
+        result.point_results = [each for each in result.point_results if each.row is not None]
+    if result.point_results or not result.interrupted:
+        _show(result, machine, store, options.json)
     if result.interrupted:
         count = sum(point_result.origin == "measured" for point_result in result.point_results)
-        say(f"interrupted: {count} points measured and stored; run the same command again to continue")
+        say_interrupted(
+            f"interrupted: {count} points measured and stored; run the same command again to continue"
+        )
         return 128 + result.interrupted
     _check_measured(result, options)
     if options.share is not None:

@@ -28,6 +28,7 @@ from deskside.study.search.suggestions import Sampler, import_optuna
 from deskside.study.spec.expand import PlannedArm
 from deskside.study.spec.parse_spec import check_seeds
 from deskside.train.prepare.preflight import check_start
+from deskside.utils import signals
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.signals import exit_code
@@ -279,8 +280,8 @@ def _run(folder: SearchFolder, plan: SearchPlan, check: MemoryCheck, options: Se
     resume = f"deskside search {shlex.quote(str(folder.path))} --resume{executor_option(options.executor)}"
     try:
         outcome, stopped = conduct(folder, plan, executor, check)
-    except KeyboardInterrupt:
-        say(f"stopped; continue with: {resume}")
+    except KeyboardInterrupt as error:
+        signals.add_remedy(error, f"continue with: {resume}")
         raise
     except RunError as error:
         raise RunError(f"{error}; then continue with: {resume}") from None

@@ -27,6 +27,7 @@ from deskside.study.spec import parse_spec
 from deskside.study.spec.expand import Expansion, PlannedArm, expand
 from deskside.study.spec.parse_spec import check_seeds
 from deskside.study.spec.spec import StudySpec
+from deskside.utils import signals
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.format import plural
@@ -306,8 +307,8 @@ def _run(
             say(f"study {plan.name}: {count - len(remaining)} of {count} trials are done")
         try:
             stopped = runner.run(remaining)
-        except KeyboardInterrupt:
-            say(f"stopped; continue with: {resume}")
+        except KeyboardInterrupt as error:
+            signals.add_remedy(error, f"continue with: {resume}")
             raise
         except RunError as error:
             raise RunError(f"{error}; then continue with: {resume}") from None

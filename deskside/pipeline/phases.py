@@ -66,10 +66,6 @@ def doctor_allowance(hours: float, machine: Machine) -> float:
     return min(DOCTOR_SHARE * both, max(both - needed, 0.0))
 
 
-def _time_left(seconds: float) -> str:
-    return f"only {max(0.0, seconds):.0f} s remain for doctor and probe"
-
-
 # Doctor
 
 
@@ -77,7 +73,8 @@ def doctor(machine: Machine, seconds: float, say: Say) -> Result:
     """Run a quick doctor if it fits in `seconds`. The status of the result is "fit", "unfit" or "skipped"."""
     needed = DOCTOR_SECONDS[machine.device]
     if seconds < needed:
-        return skipped(f"it takes about {needed:.0f} s, but {_time_left(seconds)}")
+        left = max(0.0, seconds)
+        return skipped(f"it takes about {needed:.0f} s, but only {left:.0f} s remain for it beside the probe")
     try:
         report = examine(True, lambda text: say(f"doctor: {text}"), seconds)
     except TimeoutError:
@@ -133,7 +130,8 @@ def probe(machine: Machine, store: Store, seconds: float, say: Say) -> Result:
     if seconds < needed and measured:
         return {"status": "stored", "stored": measured, "measured": 0}
     if seconds < needed:
-        return skipped(f"it needs {needed:.0f} s, but {_time_left(seconds)}")
+        left = max(0.0, seconds)
+        return skipped(f"it needs {needed:.0f} s, but only {left:.0f} s remain for it")
     try:
         sweep = Sweep(store, machine, ProbeReporter(say), deadline=time.monotonic() + seconds)
         result = sweep.measure(points)

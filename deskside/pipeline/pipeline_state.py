@@ -1,8 +1,9 @@
 """go.json: the phase, the results and the time spent of a pipeline.
 
 The time budget counts the wall-clock time of every process that ran the pipeline, from its start (before the imports)
-to its end. Time between processes does not count. A thread records the time every `SAVE_SECONDS`, so a kill loses no
-more than that. The file is replaced atomically and exists from the start, so every phase can be resumed.
+to its end. Time between processes does not count, nor does the wait for an answer. A thread records the time every
+`SAVE_SECONDS`, so a kill loses no more than that. The file is replaced atomically and exists from the start, so every
+phase can be resumed.
 """
 
 import contextlib
@@ -51,6 +52,7 @@ class PipelineState:
     def __init__(self, run: RunDirectory, data: dict[str, Any]):
         self.run, self.data = run, data
         self.spent_before = float(data["spent_seconds"])
+        self._waiting_since: float | None = None
         self._lock = threading.Lock()
 
     @classmethod
@@ -113,7 +115,18 @@ class PipelineState:
 
     def seconds_spent(self) -> float:
         """Return the seconds spent so far, including this process."""
-        return self.spent_before + time.perf_counter() - deskside.STARTED
+        now = time.perf_counter() if self._waiting_since is None else self._waiting_since
+        return self.spent_before + now - deskside.STARTED
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Context manager for a wait for the user, which does not count."""
+        self._waiting_since = began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.spent_before -= time.perf_counter() - began
+            self._waiting_since = None
 
     @property
     def hours(self) -> float:

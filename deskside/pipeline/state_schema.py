@@ -51,6 +51,7 @@ class GoOptionsRecord(Strict):
     gpus: Annotated[int, Field(gt=0, le=MAX_GPUS)] = 1  # processes that train. Not in older files
     length: str | None = None  # such as "10M tokens"; None: train for the given hours. Not in older files
     directory: str | None = None  # the working directory; not in older files
+    yes: bool = False  # the plan needs no confirmation, also when resumed; not in older files
 
     @model_validator(mode="after")
     def _check_options(self) -> "GoOptionsRecord":

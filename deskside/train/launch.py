@@ -31,7 +31,7 @@ from typing import Any
 
 from deskside.utils import launched, signals
 from deskside.utils.child_process import cpu_cores
-from deskside.utils.console import say
+from deskside.utils.console import say_interrupted
 from deskside.utils.errors import ProcessError, RunError, UsageError
 from deskside.utils.quick_start import quick_imports
 
@@ -225,8 +225,12 @@ def _kind(failure: Any) -> str | None:
 def _say_stopped(number: int, failures: Mapping[int, Any]) -> int:
     """Print that signal `number` stopped the processes, unless rank 0 has said what it saved. Return the exit code."""
     saved = 0 in failures and failures[0].exitcode in STOPPED_CODES and _kind(failures[0]) is None
-    if not saved:
-        say("interrupted" if number == signal.SIGINT else f"interrupted by {signal.Signals(number).name}")
+    if not saved and 0 in failures and _kind(failures[0]) == "stopped":
+        say_interrupted(failures[0].message)  # with what continues the run
+    elif not saved:
+        say_interrupted(
+            "interrupted" if number == signal.SIGINT else f"interrupted by {signal.Signals(number).name}"
+        )
     return 128 + number
 
 

@@ -1,5 +1,6 @@
 """The phases of a run in one of its processes: set up, find the batch size, plan, train, evaluate, export."""
 
+import shlex
 import signal
 import time
 from dataclasses import dataclass, replace
@@ -112,6 +113,8 @@ class RunExecution:
         self.clock = Clock(config.schedule.clock, deskside.STARTED, callback.earlier_seconds)
         compilations = count_compilations() if world.device.type == "cuda" else None
         self.startup = Startup(deskside.STARTED, compilations)
+        if callback.earlier_phases_until is not None:
+            self.startup.done("earlier phases", callback.earlier_phases_until)
         self.startup.done("imports")
 
     def execute(self) -> RunOutcome:
@@ -417,14 +420,19 @@ class RunExecution:
         finally:
             self.log.close()
 
+    @property
+    def resume_command(self) -> str:
+        """The command that continues this run."""
+        command = self.callback.resume_command or f"{self.objective.command} --resume"
+        return f"{command} {shlex.quote(str(self.run.path))}"
+
     def stopped(self, status: str, trainer: Trainer) -> RunOutcome:
         """Tell the user how to resume, and return the outcome of a run that was stopped."""
         if self.world.size > 1:
             # torchrun sends SIGTERM to the other processes as soon as one exits, but they still have to clean up.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        command = self.callback.resume_command or f"{self.objective.command} --resume"
         saved = f"{status}: saved at step {trainer.progress.step}"
-        self.log.say(f"{saved}; resume with: {command} {self.run.path}")
+        self.log.say(f"{saved}; resume with: {self.resume_command}")
         return RunOutcome(self.run, status, {}, self.world.is_rank_zero)
 
     # The end

@@ -15,6 +15,7 @@ from deskside.train.objective import NextToken, Objective
 from deskside.train.prepare.preflight import check_start
 from deskside.train.run_execution import RunExecution, RunOutcome
 from deskside.train.state.init_weights import InitialWeights
+from deskside.utils import signals
 from deskside.utils.errors import UsageError
 
 
@@ -64,9 +65,8 @@ def start(
         try:
             nodes.check_run_is_shared(world, run.path)
             with run.lock_for_training(world.is_rank_zero), nodes.explain_lost_process(run.path):
-                return RunExecution(
-                    run, config, world, objective, initial, False, watch or Callback()
-                ).execute()
+                execution = RunExecution(run, config, world, objective, initial, False, watch or Callback())
+                return _execute(execution)
         except BaseException:
             # A run that failed or was interrupted before it had a plan contains nothing worth keeping.
             if world.is_rank_zero and isinstance(where, tuple) and not (run.path / "plan.json").exists():
@@ -99,9 +99,20 @@ def resume(path: Path, watch: Callback | None = None, objective: Objective | Non
             if not begun and world.is_rank_zero:
                 run.event("there is no checkpoint: starting from the beginning")
                 Terminal.say("there is no checkpoint: starting from the beginning")
-            return RunExecution(run, config, world, objective, initial, begun, watch or Callback()).execute()
+            execution = RunExecution(run, config, world, objective, initial, begun, watch or Callback())
+            return _execute(execution)
     finally:
         parallel.destroy_distributed(world)
+
+
+def _execute(execution: RunExecution) -> RunOutcome:
+    """Run all phases. An interrupt, which ends the run without a checkpoint, names the command that resumes the run."""
+    try:
+        return execution.execute()
+    except KeyboardInterrupt as error:
+        if (execution.run.path / "plan.json").exists():
+            signals.add_remedy(error, f"resume with: {execution.resume_command}")
+        raise
 
 
 def _check_objective(objective: Objective | None, config: RunConfig, remedy: str) -> Objective:

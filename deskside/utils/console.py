@@ -27,6 +27,11 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def say_interrupted(text: str) -> None:
+    """Print a message about a signal below the line on which the terminal has shown ^C."""
+    say(f"\n{text}" if sys.stderr.isatty() else text)
+
+
 def terminal_width() -> int:
     """Return the columns of COLUMNS, of the terminal of standard output or error, or `DEFAULT_WIDTH`."""
     columns = shutil.get_terminal_size((0, 0)).columns  # COLUMNS, or standard output

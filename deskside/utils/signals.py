@@ -27,6 +27,19 @@ def signal_number(error: KeyboardInterrupt) -> int:
     return error.number if isinstance(error, Interrupted) else signal.SIGINT
 
 
+def add_remedy(error: KeyboardInterrupt, remedy: str) -> None:
+    """Have the message about the interrupt say what continues the work, unless an inner function has said it."""
+    if not getattr(error, "__notes__", ()):
+        error.add_note(remedy)
+
+
+def message(error: KeyboardInterrupt) -> str:
+    """Return the message about an interrupt, with its remedy."""
+    number = signal_number(error)
+    by_signal = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
+    return "; ".join([f"interrupted{by_signal}", *getattr(error, "__notes__", ())])
+
+
 def exit_code(status: str) -> int:
     """Return the exit code of work that ended with this status: that of a signal such as "SIGINT", else 0."""
     return 128 + signal.Signals[status] if status in signal.Signals.__members__ else 0

@@ -106,7 +106,7 @@ def test_doctor_is_skipped_in_short_hours(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(phases, "examine", lambda quick, say, seconds: pytest.fail("it was examined"))
     assert phases.doctor(CARD, 5.0, print) == {
         "status": "skipped",
-        "reason": "it takes about 20 s, but only 5 s remain for doctor and probe",
+        "reason": "it takes about 20 s, but only 5 s remain for it beside the probe",
     }
 
 

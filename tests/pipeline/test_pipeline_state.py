@@ -49,6 +49,20 @@ def again(folder: Path) -> PipelineState:
     return PipelineState.open(folder / "run")
 
 
+def test_the_wait_for_an_answer_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    state = begun(tmp_path)
+    now[0] += 5
+    with state.waiting():
+        now[0] += 4000
+        assert state.seconds_spent() == 5
+        state.save()  # as the saving thread does
+    now[0] += 2
+    assert state.seconds_spent() == 7
+    assert json.loads((tmp_path / "run" / "go.json").read_text())["spent_seconds"] == 5
+
+
 def test_a_road_that_goes_on_has_what_was_left(tmp_path: Path) -> None:
     first = begun(tmp_path, hours=1.0, spent=100.0)
     deskside.STARTED -= 50.0  # this process began 50 s ago

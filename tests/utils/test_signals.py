@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from deskside.utils.signals import StopSignal
+from deskside.utils.signals import Interrupted, StopSignal, add_remedy, message
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -36,3 +36,13 @@ def test_ignored_sighup_stays_ignored() -> None:
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
+
+
+def test_the_innermost_remedy_is_said() -> None:
+    error, terminated = KeyboardInterrupt(), Interrupted(signal.SIGTERM)
+    assert message(error) == "interrupted" and message(terminated) == "interrupted by SIGTERM"
+    for remedy in ("resume with: a", "continue with: b"):
+        add_remedy(error, remedy)
+        add_remedy(terminated, remedy)
+    assert message(error) == "interrupted; resume with: a"
+    assert message(terminated) == "interrupted by SIGTERM; resume with: a"

@@ -33,10 +33,12 @@ class Callback:
 
     earlier_seconds: wall-clock seconds of the run's earlier processes, including steps that were lost. resume_command:
     the command that resumes the run, for the message after a stop; None selects the objective's own command.
+    earlier_phases_until: value of time.perf_counter() at which the command began with the run, after other work.
     """
 
     earlier_seconds = 0.0
     resume_command: str | None = None
+    earlier_phases_until: float | None = None
 
     def begin(self, run: RunDirectory, stop: StopSignal, validation: RowDataset) -> None:
         """Called on every rank before the first step. The callback may set `stop.requested` from now on."""

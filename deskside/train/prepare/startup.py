@@ -17,9 +17,9 @@ class Startup:
         self.compilations = compilations
         self._last = began
 
-    def done(self, part: str) -> None:
-        """End a part; the next one begins. A part that ends several times has the sum."""
-        now = time.perf_counter()
+    def done(self, part: str, now: float | None = None) -> None:
+        """End a part, by default now; the next one begins. A part that ends several times has the sum."""
+        now = time.perf_counter() if now is None else now
         self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
         self._last = now
 
