@@ -232,9 +232,8 @@ def _defaults_of(initial: Any, chosen: Mapping[str, Any]) -> dict[str, Any]:
     configuration.
     """
     positions = initial.config.max_position_embeddings
-    rows = min(
-        BatchConfig().sequence_length, 2 ** int(math.log2(positions))
-    )  # divides the default batch.tokens
+    # A power of two, which divides the default batch.tokens.
+    rows = min(BatchConfig().sequence_length, 2 ** int(math.log2(positions)))
     layer: dict[str, Any] = {"batch": {"sequence_length": rows}}
     config = None if initial.run_dir is None else RunDirectory(initial.run_dir).config()
     if config is None or config.align is not None:

@@ -9,10 +9,8 @@ from typing import Any
 from deskside.run.record import number
 from deskside.utils.format import percent
 
-BASELINES = {
-    "gzip": "gzip",
-    "unigram": "a unigram model",
-}  # from the name in summary.json to that in a sentence
+# From the name in summary.json to that in a sentence.
+BASELINES = {"gzip": "gzip", "unigram": "a unigram model"}
 
 
 def validation_share(summary: Mapping[str, Any]) -> float:

@@ -52,9 +52,8 @@ ClaimVerdict = Literal[
     "needs other hardware",
     "not measured",
 ]
-AnswerSource = Literal[
-    "arithmetic", "data sheet", "modelled", "published prices"
-]  # of a computed answer to a claim
+# Of a computed answer to a claim.
+AnswerSource = Literal["arithmetic", "data sheet", "modelled", "published prices"]
 ClaimBasis = AnswerSource | Literal["measured", ""]  # "": not answered
 
 

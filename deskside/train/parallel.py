@@ -120,9 +120,8 @@ class World:
         if self.size == 1:
             yield True
             return
-        group = dist.new_group(
-            backend="gloo", timeout=NO_LIMIT
-        )  # the default group waits for 10 or 30 minutes
+        # The default group waits for 10 or 30 minutes.
+        group = dist.new_group(backend="gloo", timeout=NO_LIMIT)
         yield self.is_rank_zero
         dist.barrier(group)
         dist.destroy_process_group(group)

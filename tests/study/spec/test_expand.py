@@ -14,12 +14,8 @@ from deskside.study.spec.parse_spec import load, parse, with_overrides
 from deskside.study.spec.spec import ArmSpec, Budget, Exclusion, FactorSpec, GroupSpec, LevelSpec, StudySpec
 from deskside.utils.errors import UsageError
 
-KEYS = (
-    "checkpoint.keep",
-    "guard.window",
-    "data.prefetch",
-    "guard.max_skips",
-)  # values from 16 on are possible
+# Values from 16 on are possible.
+KEYS = ("checkpoint.keep", "guard.window", "data.prefetch", "guard.max_skips")
 
 
 def leaf(key: str, value: int) -> dict[str, dict[str, int]]:
