@@ -117,11 +117,13 @@ def _compare(paths: Sequence[Path], as_json: bool) -> int:
         printer.text("\n".join(["", *problems]), "attention")
     if len(records) == 1:
         printer.text("\nIts report: deskside report " + next(iter(records)))
+    elif len(known := [name for name, record in records.items() if record.config]) < 2:
+        printer.text("\nTheir configurations cannot be compared.")
     elif not differences:
         printer.text("\nTheir configurations are equal.")
     else:
         printer.heading("Options in which they differ")
-        _columns(printer, {name: {row["option"]: row[name] for row in differences} for name in records})
+        _columns(printer, {name: {row["option"]: row[name] for row in differences} for name in known})
     return 0
 
 

@@ -91,8 +91,11 @@ def samples(record: RunRecord) -> list[SampleText]:
 
 
 def option_rows(records: Mapping[str, RunRecord], only_different: bool) -> list[dict[str, str]]:
-    """Return a table row for every option of the runs' configurations, with the option's value in each run."""
-    options = {name: flatten(record.config) for name, record in records.items()}
+    """Return a table row for every option of the runs' configurations, with the option's value in each run.
+
+    A run whose configuration is not known has no values.
+    """
+    options = {name: flatten(record.config) for name, record in records.items() if record.config}
     keys = list(dict.fromkeys(key for values in options.values() for key in values))
     rows = []
     for key in keys:

@@ -10,6 +10,7 @@ from deskside.dashboard.searches import Search
 from deskside.dashboard.word_filter import contains
 from deskside.facts.power_and_prices import default_electricity_price
 from deskside.run.record import (
+    DAMAGED,
     MetricsLog,
     RunRecord,
     has_known_peak,
@@ -108,12 +109,16 @@ def run_row(
     last_bpb = newest("val_bpb")
     step, total = newest("steps", "step"), record.total_steps
     status = "running" if live else "finished" if record.finished else INTERRUPTED
+    if record.state == DAMAGED and not live:
+        status = DAMAGED
     return TableRow(
         name=name,
         kind=kind,
         details=" · ".join([*([study_of(name)] if kind == TRIAL else []), *_details(record)]),
         status=status,
-        progress=min(1.0, step / total) if status != "finished" and step is not None and total else None,
+        progress=min(1.0, step / total)
+        if status in ("running", INTERRUPTED) and step is not None and total
+        else None,
         bpb=min((bpb for bpb in (lowest, last_bpb) if bpb is not None), default=None),
         last_bpb=last_bpb,
         val_share=validation_share(summary) if record.finished else None,

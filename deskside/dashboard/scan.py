@@ -22,7 +22,8 @@ SEARCH_MARKERS = frozenset(("search.json",))
 STUDY_MARKERS = frozenset((PLAN, RESULTS))
 RUN_MARKERS = frozenset(("run.json", "metrics.jsonl", "summary.json"))
 SKIPPED_DIRECTORIES = frozenset(
-    ("checkpoints", "model", "plots", "__pycache__", "node_modules", "site-packages")
+    # docs: a checkout of deskside has the runs of its log there
+    ("checkpoints", "model", "plots", "docs", "__pycache__", "node_modules", "site-packages")
 )
 # (modification time in nanoseconds, size in bytes) of several files; None for a missing file
 Stamp = tuple[tuple[int, int] | None, ...]

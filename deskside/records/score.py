@@ -11,8 +11,8 @@ from deskside.facts.gpus import find_device
 from deskside.facts.records import Corpus
 from deskside.run.continuing import resume_command
 from deskside.run.directory import RunDirectory
-from deskside.run.record import RunRecord, mapping, number, text
-from deskside.utils.errors import UsageError
+from deskside.run.record import DAMAGED, RunRecord, mapping, number, text
+from deskside.utils.errors import RunError, UsageError
 
 BATCH_TOKENS = 8192  # tokens of a forward pass; with a vocabulary of 32,768, their logits take 1 GiB
 OVERRUN = 1.01  # a run may exceed its limit by the step in which it ends
@@ -45,6 +45,8 @@ def check_corpus(corpus: Corpus, data: str) -> None:
 def score_run(run: RunRecord, corpus: Corpus, data: str, minutes: float) -> ScoredRun:
     """Score the model of a finished run. Raises UsageError if the run breaks a rule of records with this time limit."""
     path = run.path
+    if run.state == DAMAGED:
+        raise RunError(f"{path / 'summary.json'}: is damaged; restore it, or train the run again")
     if not run.finished:
         command = resume_command(path)
         raise UsageError(f"{path}: has not finished{f'; continue it with: {command}' if command else ''}")

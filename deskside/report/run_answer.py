@@ -4,7 +4,7 @@ from deskside.facts.power_and_prices import electricity_prices
 from deskside.report.document import Block, Bullets, KeyNumber, KeyNumbers
 from deskside.report.run_plan import recipe_used
 from deskside.run.lineage import energy_use
-from deskside.run.record import RunRecord, has_known_peak, machine_name, mapping, number, text
+from deskside.run.record import DAMAGED, RunRecord, has_known_peak, machine_name, mapping, number, text
 from deskside.run.validation import (
     BASELINES,
     baselines,
@@ -53,6 +53,8 @@ def trained(record: RunRecord) -> str:
 def verdict(record: RunRecord) -> str:
     """Return the result in one line, compared with its baseline, and a note if the run has not finished."""
     state = "" if record.finished else " The run has not finished."
+    if record.state == DAMAGED:
+        state = " Its summary.json is damaged, so its results are not known."
     result = _objective_result(record) or _pretraining_result(record)
     return result + _overfitting(record) + _sharing(record) + state
 
@@ -127,7 +129,7 @@ def _pretraining_result(record: RunRecord) -> str:
 
 def opening(record: RunRecord) -> list[Block]:
     """Return the key numbers of a run, its state and start, and what is missing from its report."""
-    status = text(record.summary.get("status")) or "not finished"
+    status = "summary.json is damaged" if record.state == DAMAGED else record.state
     created = text(record.run.get("created"))
     started = f"started {created[:16].replace('T', ' ')} UTC" if created else ""
     facts = [status, started, recipe_used(record.plan)]

@@ -107,7 +107,7 @@ def _results_table(record: RunRecord) -> Table:
     seconds = record.newest("seconds", "seconds")
     clock = text(summary.get("clock")) or text(record.plan.get("clock"))
     rows = [
-        ("status", text(summary.get("status")) or "not finished", ""),
+        ("status", record.state, ""),
         ("validation loss", loss(number(summary.get("val_loss"))), "measured"),
         *(
             [("validation loss before the first step", loss(loss_before), "measured")]

@@ -10,7 +10,7 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ SAMPLE_BYTES = 2**10  # read for one row of a sample of metrics.jsonl; a row has
 SAMPLE_TAIL_BYTES = 2**12
 LANGUAGE_METRIC = "val_bpb/"  # before a language's name: the metric of its validation bits per byte
 MISSING = "is missing"
+DAMAGED = "damaged"  # the state of a run whose summary is there, but cannot be read
 FILES = {  # each file with what follows if it is missing
     "run.json": "the configuration is unknown",
     "environment.json": "the machine is unknown",
@@ -71,6 +72,7 @@ class RunRecord:
     metrics: list[dict[str, Any]] = field(default_factory=list)  # metrics.jsonl, in order of step
     events: list[str] = field(default_factory=list)  # events.log
     problems: list[str] = field(default_factory=list)  # messages about missing and damaged files
+    damaged: frozenset[str] = frozenset()  # names of the files that are there, but cannot be read
     long_context: dict[str, Any] = field(default_factory=dict)  # long_context.json of `eval --long-context`
 
     @property
@@ -87,6 +89,13 @@ class RunRecord:
     def finished(self) -> bool:
         """True if the summary says that the run finished."""
         return text(self.summary.get("status")) in ("finished", "done", "complete", "completed")
+
+    @property
+    def state(self) -> str:
+        """The status in the summary, "not finished" without one, or `DAMAGED`."""
+        return (
+            DAMAGED if "summary.json" in self.damaged else text(self.summary.get("status")) or "not finished"
+        )
 
     @property
     def precision(self) -> str:
@@ -158,10 +167,13 @@ def read_run(path: Path) -> RunRecord:
             f"{path}: not a run directory (it has no run.json, metrics.jsonl or summary.json); "
             "give one that `deskside train` has written"
         )
-    problems: list[str] = []
+    problems, damaged = list[str](), set[str]()
     contents = {}
     for name, consequence in FILES.items():
         contents[name], problem = read_object(path / name)
+        if problem and problem != MISSING:
+            damaged.add(name)
+            consequence = "the results are unknown" if name == "summary.json" else consequence
         if problem:
             problems.append(f"{name} {problem}: {consequence}.")
     log = read_metrics(path)
@@ -182,7 +194,7 @@ def read_run(path: Path) -> RunRecord:
     long_context, problem = read_object(path / "long_context.json")
     if problem and problem != MISSING:
         problems.append(f"long_context.json {problem}: the long-context evaluation is unknown.")
-    record = _record(path, contents, log.rows, [line for line in events if line.strip()], problems)
+    record = _record(path, contents, log.rows, [line for line in events if line.strip()], problems, damaged)
     return replace(record, long_context=long_context)
 
 
@@ -192,15 +204,17 @@ def read_brief(path: Path) -> RunRecord:
     The plan of a finished run is not read, because its summary has the facts that lists show. Of missing files, only
     run.json counts as a problem, because the others are written later. Never raises.
     """
-    contents, problems = dict[str, dict[str, Any]](), []
+    contents, problems, damaged = dict[str, dict[str, Any]](), [], set[str]()
     for name in FILES:
         if name == "plan.json" and contents["summary.json"]:
             contents[name] = {}
             continue
         contents[name], problem = read_object(path / name)
-        if problem and (problem != MISSING or name == "run.json"):
+        if problem and problem != MISSING:
+            damaged.add(name)
+        if name in damaged or (problem and name == "run.json"):
             problems.append(f"{name} {problem}")
-    return _record(path, contents, [], [], problems)
+    return _record(path, contents, [], [], problems, damaged)
 
 
 def _record(
@@ -209,9 +223,10 @@ def _record(
     metrics: list[dict[str, Any]],
     events: list[str],
     problems: list[str],
+    damaged: Collection[str],
 ) -> RunRecord:
     run, environment, summary, plan = (contents[name] for name in FILES)
-    return RunRecord(path, run, environment, plan, summary, metrics, events, problems)
+    return RunRecord(path, run, environment, plan, summary, metrics, events, problems, frozenset(damaged))
 
 
 def read_object(path: Path) -> tuple[dict[str, Any], str]:

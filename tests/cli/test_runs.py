@@ -88,6 +88,18 @@ def test_runs_scored_on_different_parts_of_the_text(made: Path, capsys: pytest.C
     assert "all" not in capsys.readouterr().out.split()
 
 
+def test_damaged_files_are_not_compared(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ["runs/first", "runs/second", "runs/third"]
+    made_up.run(made / "runs/third", seed=3)
+    (made / "runs/second/run.json").write_text("{")
+    (made / "runs/third/summary.json").write_text("{")
+    result = printed(names, capsys)
+    assert result["options"] == [{"option": "seed", "runs/first": "1", "runs/third": "3"}]
+    assert [row["status"] for row in result["runs"]] == ["finished", "finished", "damaged"]
+    assert main(["runs", *names[:2]]) == 0
+    assert "(none)" not in capsys.readouterr().out
+
+
 def test_no_runs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed([], capsys) == []
     assert main(["runs"]) == 0

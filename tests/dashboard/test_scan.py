@@ -68,3 +68,11 @@ def test_the_stamp_changes_with_the_file(tmp_path: Path) -> None:
     same = stamp(tmp_path, "a")
     os.utime(path, ns=(1, 1))
     assert stamp(tmp_path, "a") != same
+
+
+def test_runs_of_a_documentation_are_found_only_in_it(tmp_path: Path) -> None:
+    for folder in ("runs/mine", "docs/data/theirs", ".hidden/other"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "run.json").touch()
+    assert [run.path for run in scan(tmp_path).runs] == [tmp_path / "runs/mine"]
+    assert [run.path for run in scan(tmp_path / "docs").runs] == [tmp_path / "docs/data/theirs"]

@@ -317,7 +317,7 @@ def test_one_line_of_metrics_and_nothing_else(tmp_path: Path) -> None:
     for name in ("run.json", "environment.json", "plan.json", "summary.json", "events.log"):
         assert f"{name} is missing" in text
         assert f"{name} is missing" in markdown
-    assert "deskside train --resume" in text
+    assert "--resume" not in text  # there is no run.json to continue with
 
 
 def test_unfinished_run_uses_the_newest_validation(tmp_path: Path) -> None:
@@ -368,6 +368,14 @@ def test_a_model_worse_than_gzip_is_said_to_be(tmp_path: Path) -> None:
     (folder / "summary.json").write_text(json.dumps({**summary, "val_bpb": 3.5}))
     page, _ = report(folder)
     assert "Not yet better than gzip: 3.500" in "".join(page.words)
+
+
+def test_a_damaged_summary_is_no_unfinished_run(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "demo", steps=20)
+    (folder / "summary.json").write_text('{"status": "fin')
+    record = read_run(folder)
+    assert record.state == "damaged"
+    assert not any("not finished" in words for words in [verdict(record), *record.problems])
 
 
 @pytest.mark.parametrize(
