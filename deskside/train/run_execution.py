@@ -96,6 +96,7 @@ class RunExecution:
         initial: InitialWeights | None,
         resumed: bool,
         callback: Callback,
+        began: float | None = None,
     ):
         self.run, self.config, self.world, self.objective = run, config, world, objective
         self.initial, self.resumed, self.callback = initial, resumed, callback
@@ -110,9 +111,10 @@ class RunExecution:
             self.recorded = recorded_plan(run)
         assert config.schedule.length is not None  # checked by `preflight.check_start`
         self.length = config.schedule.length
-        self.clock = Clock(config.schedule.clock, deskside.STARTED, callback.earlier_seconds)
+        began = deskside.STARTED if began is None else began
+        self.clock = Clock(config.schedule.clock, began, callback.earlier_seconds)
         compilations = count_compilations() if world.device.type == "cuda" else None
-        self.startup = Startup(deskside.STARTED, compilations)
+        self.startup = Startup(began, compilations)
         if callback.earlier_phases_until is not None:
             self.startup.done("earlier phases", callback.earlier_phases_until)
         self.startup.done("imports")

@@ -26,6 +26,7 @@ def start(
     initial: InitialWeights | None = None,
     watch: Callback | None = None,
     objective: Objective | None = None,
+    began: float | None = None,
 ) -> RunOutcome:
     """Start a new run, and train until it is finished or stopped.
 
@@ -35,6 +36,8 @@ def start(
         initial: The weights to start from; None is random weights.
         watch: A callback that controls the run.
         objective: The objective that `config.align` names; None is pretraining.
+        began: Value of time.perf_counter() from which a limit in hours counts. None is the import of deskside, the
+            start of a command; a notebook gives its own.
     """
     check_start(config)
     objective = _check_objective(objective, config, "start it with this command")
@@ -65,7 +68,9 @@ def start(
         try:
             nodes.check_run_is_shared(world, run.path)
             with run.lock_for_training(world.is_rank_zero), nodes.explain_lost_process(run.path):
-                execution = RunExecution(run, config, world, objective, initial, False, watch or Callback())
+                execution = RunExecution(
+                    run, config, world, objective, initial, False, watch or Callback(), began
+                )
                 return _execute(execution)
         except BaseException:
             # A run that failed or was interrupted before it had a plan contains nothing worth keeping.
@@ -76,11 +81,13 @@ def start(
         parallel.destroy_distributed(world)
 
 
-def resume(path: Path, watch: Callback | None = None, objective: Objective | None = None) -> RunOutcome:
+def resume(
+    path: Path, watch: Callback | None = None, objective: Objective | None = None, began: float | None = None
+) -> RunOutcome:
     """Resume a run from its newest valid checkpoint.
 
     A run that was stopped before its first checkpoint starts again with its initial weights. Raises UsageError if the
-    run is finished. watch, objective: as in `start`.
+    run is finished. watch, objective, began: as in `start`.
     """
     run = RunDirectory.open(path)
     config = run.config()
@@ -99,7 +106,9 @@ def resume(path: Path, watch: Callback | None = None, objective: Objective | Non
             if not begun and world.is_rank_zero:
                 run.event("there is no checkpoint: starting from the beginning")
                 Terminal.say("there is no checkpoint: starting from the beginning")
-            execution = RunExecution(run, config, world, objective, initial, begun, watch or Callback())
+            execution = RunExecution(
+                run, config, world, objective, initial, begun, watch or Callback(), began
+            )
             return _execute(execution)
     finally:
         parallel.destroy_distributed(world)

@@ -1,5 +1,6 @@
-"""What a run refuses before it has built anything."""
+"""What a run refuses before it has built anything, and runs that a program starts, such as a notebook."""
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import deskside
 from deskside.train import parallel, training_run
 from deskside.train.parallel import World
 from deskside.utils.errors import UsageError
@@ -40,3 +42,14 @@ def test_what_several_processes_cannot_do_is_refused_at_once(
     assert not (tmp_path / "two").exists()
     with pytest.raises(UsageError, match=f"^{key}: "):
         training_run.resume(run)
+
+
+def test_the_clock_begins_where_a_program_says(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deskside, "STARTED", time.perf_counter() - 50_000)
+    config = tiny_run.config(data, schedule={"length": "2 steps"})
+    where = (tmp_path, "run", "run")
+    outcome = training_run.start(config, where, "a test", began=time.perf_counter())
+    startup = tiny_run.plan(outcome.run.path)["startup"]["seconds"]
+    assert outcome.summary["seconds"] < 10_000 and sum(startup.values()) < 10_000
