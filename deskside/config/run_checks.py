@@ -135,7 +135,7 @@ def _check_tied_until(config: RunConfig) -> None:
     unsupported = (
         (
             config.model.tie_word_embeddings,
-            "the model is tied for ever; use --model.tie_word_embeddings false",
+            "this model's embedding and head are always tied; use --model.tie_word_embeddings false",
         ),
         (config.align is not None or config.adapter is not None, "is for pretraining; leave it out"),
         (
@@ -262,7 +262,7 @@ def _check_context_parallel(config: RunConfig) -> None:
     for stage in config.stages():
         if stage.sequence_length % (2 * context):
             raise ValueError(
-                f"parallel.context: {context} processes hold two parts each of a row, so rows must be a multiple "
+                f"parallel.context: each of {context} processes holds two parts of a row, so rows must be a multiple "
                 f"of {2 * context} tokens, not {stage.sequence_length}"
             )
     unsupported = (
@@ -393,13 +393,13 @@ def _check_adapter_targets(config: RunConfig, adapter: AdapterConfig) -> None:
     targets = available if adapter.targets == "all" else adapter.targets
     if adapter.dropout and config.model.num_experts and not set(targets) <= set(ATTENTION_PROJECTIONS):
         raise ValueError(
-            "adapter.dropout: PEFT has none for experts; use --adapter.dropout 0, or adapters of attention only: "
+            "adapter.dropout: PEFT does not support it for experts; use --adapter.dropout 0, or adapt attention only: "
             f"--adapter.targets {','.join(ATTENTION_PROJECTIONS)}"
         )
     if adapter.dora and config.model.num_experts and not set(targets) <= set(ATTENTION_PROJECTIONS):
         raise ValueError(
-            "adapter.dora: PEFT has none for experts; leave it out, or adapt attention only: --adapter.targets "
-            + ",".join(ATTENTION_PROJECTIONS)
+            "adapter.dora: PEFT does not support it for experts; leave it out, or adapt attention only: "
+            f"--adapter.targets {','.join(ATTENTION_PROJECTIONS)}"
         )
     if adapter.dora and adapter.dropout:
         raise ValueError("adapter.dropout: is not supported with adapter.dora; use --adapter.dropout 0")
@@ -465,7 +465,7 @@ def _check_quantized_experts(config: RunConfig, name: str) -> None:
         )
     if config.model.mlp_bias or config.model.hidden_act == "clamped_swiglu":
         raise ValueError(
-            f"precision.name: experts in {name} have no biases and no clamped_swiglu, as gpt-oss has; use "
+            f"precision.name: experts in {name} support neither biases nor clamped_swiglu, which gpt-oss uses; use "
             f"--precision.name bf16"
         )
 

@@ -55,7 +55,9 @@ from deskside.precision.row_adapters import RowChoice
 from deskside.utils.errors import RunError, UsageError, describe_error
 
 PAGE_SIZE = 32  # tokens
-PREFILL_BESIDE = 2048  # maximum tokens of prompts in a step that more rows wait for than it completes
+PREFILL_BESIDE = (
+    2048  # maximum tokens of prompts in a step that completes fewer prompts than it has rows to decode
+)
 # Tokens of each row in one CUDA graph of decoding, if a step takes at most MAX_STEP_SECONDS of the device's time.
 # Longer steps hide the host's work anyway, and clients would wait for the tokens.
 TOKENS_PER_REPLAY = 4
@@ -387,9 +389,9 @@ class Engine:
     def _tokens_per_replay(self, rows: Sequence[RowState]) -> int:
         """Return how many tokens the next decoding step generates for each row.
 
-        Several in one graph, where the host would otherwise take longer than the device: it launches and reads one
-        step instead of many. A row that ends among them wastes the others, so not while other rows wait, or
-        if no row needs all of them.
+        They are several, in one graph, if the host would otherwise take longer than the device: it then launches and
+        reads one step instead of many. What is generated after the end of a row is wasted, so it is a single token
+        while other rows wait, and if no row needs all of them.
         """
         if self._graphs is None or self.num_drafts or self._step_seconds > MAX_STEP_SECONDS:
             return 1
@@ -400,7 +402,7 @@ class Engine:
         return TOKENS_PER_REPLAY if enough and not busy else 1
 
     def _constrain(self, rows: Sequence[RowState]) -> None:
-        """Send the tokens to the device that the grammars of these rows allow next."""
+        """Tell the device which tokens the grammars of these rows allow next."""
         slots = [row.slot for row in rows if row.matcher is not None]
         matchers = [row.matcher for row in rows if row.matcher is not None]
         if matchers:

@@ -197,7 +197,9 @@ def _expert_notes(setting: Setting, card: str) -> list[str]:
         return []
     used, notes = expert_recipe(recipe).name, []
     if used != recipe.name:
-        notes.append(f"experts are computed in {used}, the only scaling of FP8 that grouped products take")
+        notes.append(
+            f"experts are computed in {used}, because grouped products support no other scaling of FP8"
+        )
     if not setting.emulated and "fp8-grouped" not in setting.native:
         notes.append(f"products of experts are emulated on {card}: the same numbers, multiplied in BF16")
     if setting.model.shared_expert_intermediate_size:

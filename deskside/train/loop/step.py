@@ -148,7 +148,7 @@ class Stepper:
         )
 
     def leave_graphs(self) -> None:
-        """Run the passes of later steps as they are."""
+        """Run the passes of later steps without graphs."""
         self.release_graphs()
         self.graphed = None
 
@@ -158,10 +158,10 @@ class Stepper:
             self.graphed.release()
 
     def _wait_before_reading(self) -> bool:
-        """Let each sublayer wait for its matrices that other ranks update, just before its forward.
+        """Make each sublayer wait, just before its forward, for those of its matrices that other ranks update.
 
-        Return False if nothing can wait so late: a compiled forward contains no such wait, and an objective may read
-        weights in another way.
+        Return False if that is not possible, so that each step must end with the wait: a compiled forward cannot
+        contain it, and an objective may read weights without the model's forward.
         """
         if not self.optimizer.owners or self.context.is_compiled or self.objective.reads_weights:
             return False
@@ -174,8 +174,8 @@ class Stepper:
         return True
 
     def wait_for_weights(self, names: Collection[str] | None = None) -> None:
-        """Let the device wait for these weights, if other ranks update them; None: for all. Call it before they are
-        read in another way than by the model's forward, or overwritten."""
+        """Make the device wait until other ranks have updated these weights; None: all weights. Call it before weights
+        are overwritten, or read by anything but the model's forward."""
         self.optimizer.wait_for_weights(names)
 
     def set_progress(self, lr_factor: float, progress: float, step: int) -> None:
@@ -262,7 +262,7 @@ class Stepper:
         return self.update(sums, step, micro_batches[0].num_valid_step, dry)
 
     def average_weights(self, step: int, progress: float) -> None:
-        """Average the weights after step number `step` in, if that is due. progress: when the step began."""
+        """Add the weights after step number `step` to their average, if that is due. progress: as the step began."""
         average = self.context.average
         if average is not None and average.due(step, progress):
             self.wait_for_weights()

@@ -343,14 +343,15 @@ class Trainer:
         return self.complete_row(row, flops_per_second)
 
     def _explain_early_spike(self, step: int, norm: float) -> None:
-        """Log once what helps if gradients spike during the warm-up, as the loss may then stay behind for long."""
+        """Log once what helps if gradients spike during the warm-up, because the loss may stay too high afterwards."""
         warmup = warmup_share(self.config.schedule, self.first_steps)
         if self._explained_spike or not math.isfinite(norm) or self.plan.progress(step - 1) >= warmup:
             return
         self._explained_spike = True
         self.log.event(
-            f"the gradient norm spiked during the warm-up of {round(warmup * self.first_steps)} steps, and the loss "
-            "may stay behind for the whole run; if it does, set a longer --schedule.warmup or a lower --optim.lr"
+            f"the gradient norm spiked during the warm-up of {round(warmup * self.first_steps)} steps, after which the "
+            "loss may stay too high for the whole run; if it does, start again with a longer --schedule.warmup or a "
+            "lower --optim.lr"
         )
 
     def _log(self, row: dict[str, Any]) -> None:

@@ -189,10 +189,12 @@ class BatchSizeFinder:
         return self.dry_rows(stage, self.stage_rows(stage), stage.micro_rows)
 
     def grown(self, stages: Sequence[StageWork], index: int, rows: int) -> MicroBatch:
-        """Return the micro-batch of a stage that differs from the one before only by its larger batch: the same, as a
-        multiple of the smallest batch divides all.
+        """Return the micro-batch of a stage that differs from the one before only in its larger batch.
 
-        Only the largest batch of a shape gets a dry step; the times of those between are on the line between both.
+        It has the same rows per pass in more passes, because every batch is a multiple of the smallest one.
+
+        Only the smallest batch of a shape is timed, and the largest if there is time. The times of those in between are
+        interpolated.
         """
         stage, before = stages[index], stages[index - 1]
         micro_batch = MicroBatch(before.micro_rows, rows // before.micro_rows, ())
@@ -300,7 +302,7 @@ class BatchSizeFinder:
         return find_micro_batch(dry_with_reserve, rows, first, self.log, lambda: free_failed_attempt(device))
 
     def compile_kernels(self, micro_rows: int, dataset: RowDataset, rows: int) -> None:
-        """Compile the Triton kernels of a step at once, which the first dry step would compile one after the other.
+        """Compile the Triton kernels of a step in parallel; the first dry step would compile them one after the other.
 
         Once for each sequence length and window: micro-batches of other sizes need hardly any other kernels.
         """
@@ -373,7 +375,7 @@ class BatchSizeFinder:
         return self.timed_dry_step(micro_rows, dataset, rows)[1]
 
     def timed_dry_step(self, micro_rows: int, dataset: RowDataset, rows: int) -> tuple[float, float]:
-        """Run a dry step. Return the seconds after which the host had launched it, and those after which it ended."""
+        """Run a dry step. Return the seconds until the host had launched it, and until the device had finished it."""
         passes = rows // micro_rows
         batch = self.stepper.objective.dry_batch(
             dataset,

@@ -148,7 +148,7 @@ def _check_experts(
             f"precision.name: experts in {used} fail their self-check on this machine: {result.reason}; use bf16"
         )
     if used != recipe:
-        say(f"experts are computed in {used}, the only scaling of FP8 that grouped products take")
+        say(f"experts are computed in {used}, because grouped products support no other scaling of FP8")
     if not result.native:
         _say_emulated(f"the experts' {used}", result, say)
     return {"chosen": used, "native": result.native, "errors": dict(result.errors)}
@@ -161,7 +161,7 @@ def _grouped_backend(run: RunConfig, device: torch.device, recipe: str, say: Say
     dtype = torch.float32 if recipe == "fp32" else torch.bfloat16
     backend = grouped_backend(device, dtype, shape, run.batch.sequence_length * model.num_experts_per_tok)
     if backend == "loop" and device.type == "cuda":
-        say("the products of experts are computed one expert after the other, which is slow on a GPU")
+        say("experts are computed one after the other, which is slow on a GPU")
     return backend
 
 
@@ -281,7 +281,9 @@ def prepare_execution(
     mode = execution_mode(config, recipe, world.device)
     if config.compute.cuda_graph == "on":
         check_execution(world.device, mode)
-    create_cuda_context_for_autograd(world.device)  # if all checks are kept ones, nothing else has done so
+    create_cuda_context_for_autograd(
+        world.device
+    )  # nothing else has, if all checks were kept from earlier runs
     if mode == "fused" and world.device.type == "cuda":
         check_block_once(model, world.device, cache)
     cache_weights = config.precision.weight_cache and not world.sharded

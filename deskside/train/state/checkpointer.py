@@ -7,9 +7,9 @@ sequence length, position). With deterministic kernels, a resumed run is therefo
 one.
 
 With `checkpoint.background`, training waits only until the state is copied to host memory (`staging.py`). A thread
-writes the copy: file operations, checksums and safetensors release Python's interpreter lock, so steps are launched
-meanwhile, and unlike a process it ends with the run when this is killed. One checkpoint is written at a time. A kill
-while it is written loses the steps since the one before it.
+writes the copy. Steps are launched meanwhile, because file operations, checksums and safetensors release Python's
+interpreter lock; and if the run is killed, the thread ends too, as a process of its own would not. One checkpoint is
+written at a time. If the run is killed meanwhile, the steps since the checkpoint before are lost.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ from deskside.weights.checkpoint import (
     load_weights,
 )
 
-POLL_SECONDS = 0.1  # of waiting for a checkpoint
+POLL_SECONDS = 0.1  # after which a wait for a checkpoint looks for signals, again and again
 PRECISION = "precision/"  # prefix of the recipe's tensors, such as delayed scales, in the optimizer's file
 
 
