@@ -61,7 +61,6 @@ class QuantizedModel:
         # (sublayer, its plan in the recipe or None if it stays in BF16, its plan in BF16)
         self._sublayers: list[tuple[Sublayer, Fused | None, Fused]] = []
         self._linears: list[tuple[Linear, Callable[[Tensor], Tensor]]] = []
-        self._plans: list[QuantizedLinear] = []
         self._numbers = itertools.count()  # of layers, for their random numbers
         self._converted: list[ConvertedWeight] = []
         self._norm: AddNormLinear | None = None
@@ -266,9 +265,9 @@ class QuantizedModel:
 
     def _linear(self, linear: Linear, recipe: Recipe) -> QuantizedLinear:
         _check_size(_names(linear), _shape(linear), recipe, self.shared.caps.fp4)
-        self._plans.append(QuantizedLinear(linear, recipe, self.shared, next(self._numbers)))
-        self._converted.append(self._plans[-1].converted)
-        return self._plans[-1]
+        plan = QuantizedLinear(linear, recipe, self.shared, next(self._numbers))
+        self._converted.append(plan.converted)
+        return plan
 
     def _moe(self, sublayer: MoESublayer, recipe: Recipe, keep: Collection[str] = ()) -> FusedMoE:
         """Return the plan of a mixture of experts in a recipe for experts. The router stays unquantized."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from deskside.kernels.attention import AttentionContext
 from deskside.model.init import InitOptions, initialize
 from deskside.model.transformer import Transformer
 from deskside.precision.convert import QuantizedModel
+from deskside.precision.fused_sublayers import FusedSublayer
+from deskside.precision.quantized_linear import QuantizedLinear
 
 # Widths are multiples of 128, for the recipes with a Hadamard transform of 128; so are the tokens of a pass.
 SIZES: dict[str, Any] = {
@@ -29,9 +32,16 @@ B, T = 4, 64
 Gradients = dict[str, Tensor]
 
 
+def plans_of(applied: QuantizedModel) -> list[QuantizedLinear]:
+    """Return the plans of all linear layers but those of experts, in the recipe and in BF16."""
+    sublayers = [plan for _, *plans in applied._sublayers for plan in plans]
+    fused = [plan for one in sublayers if isinstance(one, FusedSublayer) for plan in (one.first, one.second)]
+    return fused + [override.args[0] for _, override in applied._linears if isinstance(override, partial)]
+
+
 def quantized_layers(applied: QuantizedModel) -> int:
     """Return the linear layers whose products have fewer than 16 bits."""
-    return len(applied._linears) if applied.backend else sum(not plan.plain for plan in applied._plans)
+    return len(applied._linears) if applied.backend else sum(not plan.plain for plan in plans_of(applied))
 
 
 def fresh(**changes: Any) -> Transformer:

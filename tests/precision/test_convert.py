@@ -29,7 +29,17 @@ from deskside.train.objective import TrainContext
 from deskside.train.parallel import World
 from deskside.train.prepare.attention_backends import AttentionBackends
 from deskside.utils.errors import UsageError
-from tests.precision.small import SIZES, backward, everywhere, fresh, make, quantized_layers, tokens, worst
+from tests.precision.small import (
+    SIZES,
+    backward,
+    everywhere,
+    fresh,
+    make,
+    plans_of,
+    quantized_layers,
+    tokens,
+    worst,
+)
 
 QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
 
@@ -113,7 +123,7 @@ def test_what_the_planner_counts_as_kept_is_kept(keep: tuple[str, ...], fused: b
     applied = convert(
         model, everywhere("fp8-tensorwise"), PrecisionConfig(keep=keep), fused=fused, native=False
     )
-    low = sum(p.linear.weight.numel() for p in applied._plans if not p.plain)
+    low = sum(p.linear.weight.numel() for p in plans_of(applied) if not p.plain)
     whole = sum(m.weight.numel() for m in inside)
     config = RunConfig(
         model=model.config,

@@ -12,7 +12,7 @@ from deskside.config.sections import PrecisionConfig
 from deskside.model.transformer import Transformer
 from deskside.precision.convert import QuantizedModel, convert
 from deskside.precision.quantized_linear import QuantizedLinear
-from tests.precision.small import backward, everywhere, fresh, make, quantized_layers, worst
+from tests.precision.small import backward, everywhere, fresh, make, plans_of, quantized_layers, worst
 
 QUANTIZED = [name for name, recipe in RECIPES.items() if recipe.quantized]
 RECIPES_WITH_COPIES = ["bf16", *QUANTIZED]
@@ -20,7 +20,7 @@ RECIPES_WITH_COPIES = ["bf16", *QUANTIZED]
 
 def held(applied: QuantizedModel) -> list[QuantizedLinear]:
     """Return the layers that hold a converted weight."""
-    return [plan for plan in applied._plans if plan.converted.cached is not None]
+    return [plan for plan in plans_of(applied) if plan.converted.cached is not None]
 
 
 def weight_bytes(plan: QuantizedLinear) -> int:

@@ -20,6 +20,7 @@ from deskside.precision.convert import convert
 from deskside.precision.fused_moe import FusedMoE
 from deskside.study.execute.measure import CURVE_POINTS, Measured, measure, quantized_parameters
 from deskside.study.stats.metrics import BY_KEY
+from tests.precision.small import plans_of
 from tests.train import tiny_run
 
 ELSEWHERE = {"val_bpb_equal_tokens", "total_seconds"}  # of the comparison and of the journal
@@ -219,7 +220,7 @@ def counted(config: RunConfig) -> int:
     model.to_empty(device="cpu")
     asked = config.precision
     applied = convert(model, asked.recipe(), asked, fused=True, native=False)
-    total = sum(plan.linear.weight.numel() for plan in applied._plans if not plan.plain)
+    total = sum(plan.linear.weight.numel() for plan in plans_of(applied) if not plan.plain)
     experts = [plan for _, plan, _ in applied._sublayers if isinstance(plan, FusedMoE)]
     weights = [linear for plan in experts for linear in (plan.gate_up, plan.down)]
     total += sum(linear.parameter.numel() for linear in weights if not linear.plain)
