@@ -3,8 +3,9 @@
 import argparse
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -21,13 +22,16 @@ GENERAL = "general"  # the help group of configuration keys outside every part, 
 _SET_BY_COMMAND = ("name", "data", "val")  # keys of `align` that a command sets from its own options
 
 
-def config_groups(align: type[Part] | None) -> Groups:
-    """Return the arguments of all configuration keys, by part. align: the options accepted as --align.KEY, if any."""
+def config_groups(align: type[Part] | None, defaults: Mapping[str, str] = MappingProxyType({})) -> Groups:
+    """Return the arguments of all configuration keys, by part.
+
+    align: the options accepted as --align.KEY, if any; defaults: key -> text of a default that is the command's own.
+    """
     # The first group of the help is `align`, because it is the subject of the command.
     groups: Groups = {} if align is None else {"align": []}
     for path, info in _keys(align):
         group = path[0] if len(path) > 1 else GENERAL
-        groups.setdefault(group, []).append(_config_argument(path, info))
+        groups.setdefault(group, []).append(_config_argument(path, info, defaults))
     return groups
 
 
@@ -56,10 +60,11 @@ def _keys(align: type[Part] | None) -> Iterator[tuple[KeyPath, FieldInfo]]:
         yield ("schedule", alias), FieldInfo(annotation=str, description=about)
 
 
-def _config_argument(path: KeyPath, info: FieldInfo) -> Argument:
-    """Return the argument of a configuration key."""
+def _config_argument(path: KeyPath, info: FieldInfo, defaults: Mapping[str, str]) -> Argument:
+    """Return the argument of a configuration key. defaults: see `config_groups`."""
     key = ".".join(path)
-    about = f"{info.description or ''} {_default_text(path, info)}".strip()
+    default = f"(default: {defaults[key]})" if key in defaults else _default_text(path, info)
+    about = f"{info.description or ''} {default}".strip()
     if len(path) == 2 and path[1] == "name" and len(_alternatives(path[0])) > 1:
         metavar = "{" + ",".join(map(_tag, _alternatives(path[0]))) + "}"  # this key selects a class
     else:

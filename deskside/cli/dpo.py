@@ -7,9 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from deskside.cli.finetune import COMMON, FinetuneOptions, FinetuneRun, PreparedData
-from deskside.cli.finetune_defaults import FinetuneDefaults, default_batch
+from deskside.cli.finetune_defaults import FinetuneDefaults, StepSize, batch_help, default_batch
 from deskside.cli.options import Command
 from deskside.config.align import DpoConfig
+
+STEP = StepSize(tokens=65536, per_epoch=40, sequence_length=2048)
+# The model can answer already; a large learning rate would undo what it has learned.
+DEFAULTS = FinetuneDefaults(batch_help(STEP), lr_factor=0.1, warmup=0.05, final_lr_fraction=0.1)
 
 
 @dataclass(kw_only=True)
@@ -29,7 +33,12 @@ class DpoOptions(FinetuneOptions):
 
 
 COMMAND = Command(
-    "dpo", DpoOptions, configuration=True, align=DpoConfig, common=("align.loss", "align.beta", *COMMON)
+    "dpo",
+    DpoOptions,
+    configuration=True,
+    align=DpoConfig,
+    common=("align.loss", "align.beta", *COMMON),
+    defaults=DEFAULTS.help_texts(),
 )
 
 
@@ -37,6 +46,7 @@ class DpoRun(FinetuneRun):
     """`deskside dpo`: direct preference optimization and its variants."""
 
     command = COMMAND
+    defaults = DEFAULTS
     example = "pairs.jsonl"
 
     def data(self, tokenizer: Path) -> PreparedData:
@@ -48,26 +58,16 @@ class DpoRun(FinetuneRun):
         prepare = partial(prepare_pairs, spec, tokenizer)
         return PreparedData(align.data[0], "pairs", "pairs", spec.key(tokenizer), key_of, prepare)
 
-    def defaults(self, loaded: Any, data: Path, vocab_size: int) -> FinetuneDefaults:
+    def batch(self, loaded: Any, data: Path, vocab_size: int) -> dict[str, int]:
         from deskside.align.prepared import open_index
 
         index = open_index(data, "preference", max(vocab_size, loaded.config.vocab_size))
-        return preference_defaults(self, loaded, index)
+        return preference_batch(self, loaded, index)
 
 
-def preference_defaults(run: FinetuneRun, loaded: Any, index: dict[str, Any]) -> FinetuneDefaults:
-    """Return the training defaults for learning preferences. index: of the prepared data."""
-    batch = default_batch(
-        loaded,
-        run.given,
-        index["splits"]["train"]["tokens"],
-        step_tokens=65536,
-        steps_per_epoch=40,
-        sequence_length=2048,
-        processes=run.processes,
-    )
-    # The model can answer already; a large learning rate would undo what it has learned.
-    return FinetuneDefaults(batch, lr_factor=0.1, warmup=0.05, final_lr_fraction=0.1)
+def preference_batch(run: FinetuneRun, loaded: Any, index: dict[str, Any]) -> dict[str, int]:
+    """Return the default batch for learning preferences. index: of the prepared data."""
+    return default_batch(loaded, run.given, index["splits"]["train"]["tokens"], STEP, run.processes)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import deskside
-from deskside.cli.finetune_defaults import FinetuneDefaults, default_optimizer
+from deskside.cli.finetune_defaults import DOCUMENT_MASK, FinetuneDefaults
 from deskside.cli.options import Command, option
 from deskside.cli.shared_options import (
     MODEL_HELP,
@@ -43,8 +43,6 @@ from deskside.utils.quick_start import quick_imports
 
 PREPARE_SHARE = 0.5  # maximum share of a run's time limit for starting and preparing the data
 WAIT_SECONDS = 24 * 3600  # how long other ranks wait for rank 0 to prepare the data
-# Configuration of every fine-tuning run: examples in one row do not attend to each other.
-DOCUMENT_MASK: dict[str, Any] = {"data": {"document_mask": True}}
 # Configuration keys in the short help.
 COMMON = ("optim.lr", "batch.tokens", "batch.sequence_length", "adapter.rank", "precision.name", "seed")
 
@@ -78,9 +76,7 @@ class FinetuneOptions(RunOptions):
         metavar="FILE",
     )
     val: tuple[str, ...] = option("held-out data; default: a share of --data", (), metavar="SOURCE")
-    epochs: str | None = option(
-        "length in passes over the data; default: 3 for sft, else 1", None, metavar="E"
-    )
+    epochs: str | None = option("length in passes over the data", None, metavar="E")
 
 
 @dataclass(frozen=True)
@@ -132,7 +128,7 @@ class FinetuneRun:
 
     command: ClassVar[Command[Any]]
     example: ClassVar[str]  # name of a data file, for usage errors
-    length: ClassVar[str] = "1 epochs"  # default length
+    defaults: ClassVar[FinetuneDefaults]
 
     def __init__(self, argv: Sequence[str]):
         self.argv = argv
@@ -146,8 +142,8 @@ class FinetuneRun:
         """Return the data of the objective."""
         raise NotImplementedError
 
-    def defaults(self, loaded: Any, data: Path, vocab_size: int) -> FinetuneDefaults:
-        """Return the training defaults for a loaded model and its prepared data. vocab_size: of the chat tokenizer."""
+    def batch(self, loaded: Any, data: Path, vocab_size: int) -> dict[str, int]:
+        """Return the default batch for a loaded model and its prepared data. vocab_size: of the chat tokenizer."""
         raise NotImplementedError
 
     def run(self) -> int:
@@ -159,7 +155,7 @@ class FinetuneRun:
             self._read_config(options.config)
         self._require_arguments()
         self.processes = process_count(options.gpus, [given])
-        set_length(given, options, self.length)
+        set_length(given, options, f"{self.defaults.epochs} epochs")
         set_trackers(given, options.track)
         self.align = objective_config(self.name, options, given)
         self.check()
@@ -243,24 +239,14 @@ class FinetuneRun:
 
     def _configure(self, loaded: Any, data: Path, vocab_size: int) -> RunConfig:
         """Return the run's configuration: the given options on top of the objective's defaults."""
-        defaults = self.defaults(loaded, data, vocab_size)
+        batch = self.batch(loaded, data, vocab_size)
         model = loaded.config.model_dump(mode="json")
         if vocab_size > model["vocab_size"]:
             model["vocab_size"] = padded_vocabulary(vocab_size)
-        optim = default_optimizer(model["hidden_size"], self.given)
-        if "lr" in optim:
-            optim["lr"] *= defaults.lr_factor
-        schedule: dict[str, Any] = {"warmup": defaults.warmup}
-        if self.given.get("schedule", {}).get("name", "cosine") == "cosine":
-            schedule |= {"name": "cosine", "final_lr_fraction": defaults.final_lr_fraction}
         default_layer = {
-            **DOCUMENT_MASK,
+            **self.defaults.layer(model["hidden_size"], self.given),
             "align": self.align.model_dump(mode="json"),
-            "optim": optim,
-            "schedule": schedule,
-            "batch": defaults.batch,
-            "checkpoint": {"every": "10m"},
-            **defaults.more,
+            "batch": batch,
         }
         given = {part: values for part, values in self.given.items() if part != "align"}
         given["data"] = {**given.get("data", {}), "path": str(data)}

@@ -15,6 +15,17 @@ from deskside.utils.errors import UsageError
 
 QUESTIONS = 16  # per step
 QUESTION_TOKENS = 256  # room for the question in a row, unless batch.sequence_length is given
+DEFAULTS = FinetuneDefaults(
+    {
+        "tokens": f"{QUESTIONS} questions x align.group x batch.sequence_length",
+        "sequence_length": f"align.answer_tokens + {QUESTION_TOKENS}, or the model's context if that is shorter",
+    },
+    lr_factor=0.05,  # gradients are noisy, and there are many steps
+    warmup=0.05,
+    final_lr_fraction=0.1,
+    # Gradient norms vary more from step to step than in pretraining.
+    more={"guard": {"spike_factor": 100.0}},
+)
 
 
 @dataclass(kw_only=True)
@@ -45,6 +56,7 @@ COMMAND = Command(
     configuration=True,
     align=GrpoConfig,
     common=("align.reward", "align.group", "align.answer_tokens", "align.temperature", "align.kl", *COMMON),
+    defaults=DEFAULTS.help_texts(),
 )
 
 
@@ -52,6 +64,7 @@ class GrpoRun(FinetuneRun):
     """`deskside grpo`: group-relative policy optimization."""
 
     command = COMMAND
+    defaults = DEFAULTS
     example = "questions.jsonl"
 
     def check(self) -> None:
@@ -76,7 +89,7 @@ class GrpoRun(FinetuneRun):
         prepare = partial(prepare_questions, spec, form, tokenizer)
         return PreparedData(align.data[0], "questions", "questions", spec.key(tokenizer), key_of, prepare)
 
-    def defaults(self, loaded: Any, data: Path, vocab_size: int) -> FinetuneDefaults:
+    def batch(self, loaded: Any, data: Path, vocab_size: int) -> dict[str, int]:
         questions, given_batch, align = self.options.questions, self.given.get("batch", {}), self.align
         if questions is not None and "tokens" in given_batch:
             raise UsageError("--questions and --batch.tokens both set the size of a step; give one of them")
@@ -85,15 +98,7 @@ class GrpoRun(FinetuneRun):
         length = row_length(loaded, self.given, align.answer_tokens + QUESTION_TOKENS)
         if questions is None:
             questions = max(1, QUESTIONS // self.processes) * self.processes  # as many for each process
-        batch = {"sequence_length": length, "tokens": questions * align.group * length}
-        return FinetuneDefaults(
-            batch,
-            lr_factor=0.05,  # gradients are noisy, and there are many steps
-            warmup=0.05,
-            final_lr_fraction=0.1,
-            # Gradient norms vary more from step to step than in pretraining.
-            more={"guard": {"spike_factor": 100.0}},
-        )
+        return {"sequence_length": length, "tokens": questions * align.group * length}
 
 
 def run(argv: Sequence[str]) -> int:

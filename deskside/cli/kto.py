@@ -6,9 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from deskside.cli.dpo import preference_defaults
+from deskside.cli.dpo import DEFAULTS, preference_batch
 from deskside.cli.finetune import COMMON, FinetuneOptions, FinetuneRun, PreparedData
-from deskside.cli.finetune_defaults import FinetuneDefaults
 from deskside.cli.options import Command
 from deskside.config.align import KtoConfig
 
@@ -28,13 +27,21 @@ class KtoOptions(FinetuneOptions):
     """
 
 
-COMMAND = Command("kto", KtoOptions, configuration=True, align=KtoConfig, common=("align.beta", *COMMON))
+COMMAND = Command(
+    "kto",
+    KtoOptions,
+    configuration=True,
+    align=KtoConfig,
+    common=("align.beta", *COMMON),
+    defaults=DEFAULTS.help_texts(),
+)
 
 
 class KtoRun(FinetuneRun):
     """`deskside kto`: Kahneman-Tversky optimization."""
 
     command = COMMAND
+    defaults = DEFAULTS
     example = "thumbs.jsonl"
 
     def data(self, tokenizer: Path) -> PreparedData:
@@ -48,11 +55,11 @@ class KtoRun(FinetuneRun):
             align.data[0], "labelled", "labelled answers", spec.key(tokenizer), key_of, prepare
         )
 
-    def defaults(self, loaded: Any, data: Path, vocab_size: int) -> FinetuneDefaults:
+    def batch(self, loaded: Any, data: Path, vocab_size: int) -> dict[str, int]:
         from deskside.align.prepared import open_index
 
         index = open_index(data, "labelled", max(vocab_size, loaded.config.vocab_size))
-        return preference_defaults(self, loaded, index)
+        return preference_batch(self, loaded, index)
 
 
 def run(argv: Sequence[str]) -> int:

@@ -66,6 +66,7 @@ class Command(Generic[Options]):
         configuration: Whether `--part.key` is accepted for every key of `RunConfig`.
         align: Options of the fine-tuning objective, which are accepted as --align.KEY.
         common: Configuration keys that are shown in the short help.
+        defaults: Help texts of defaults that are the command's own: name of a field or configuration key -> text.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Command(Generic[Options]):
     configuration: bool = False
     align: type[Part] | None = None
     common: tuple[str, ...] = ()
+    defaults: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def prog(self) -> str:
@@ -168,8 +170,8 @@ class Command(Generic[Options]):
         """Return all options: the command's own, then those of each configuration part."""
         hints = get_type_hints(self.options, include_extras=True)
         fields = _ordered_fields(self.options)
-        own = [_command_argument(field, hints[field.name]) for field in fields]
-        return {"options": own} | (config_groups(self.align) if self.configuration else {})
+        own = [_command_argument(field, hints[field.name], self.defaults.get(field.name)) for field in fields]
+        return {"options": own} | (config_groups(self.align, self.defaults) if self.configuration else {})
 
     def _command_options(self, parsed: argparse.Namespace) -> Options:
         """Return the command's own options, validated. Raises UsageError for a missing or wrong value."""
@@ -247,8 +249,11 @@ def _field_flag(field: dataclasses.Field[Any]) -> str:
     return flag_of(field.metadata["name"] or field.name)
 
 
-def _command_argument(field: dataclasses.Field[Any], hint: Any) -> Argument:
-    """Return the argument of a field of the command's own options. hint: the field's type."""
+def _command_argument(field: dataclasses.Field[Any], hint: Any, default: str | None) -> Argument:
+    """Return the argument of a field of the command's own options.
+
+    hint: the field's type; default: text of a default that is not the field's.
+    """
     kind = get_args(hint)[0] if get_origin(hint) is Annotated else hint
     about, flag = field.metadata["help"], _field_flag(field)
     if kind is bool:
@@ -261,6 +266,8 @@ def _command_argument(field: dataclasses.Field[Any], hint: Any) -> Argument:
         }
     if field.default is dataclasses.MISSING:
         about += " (required)"
+    elif default is not None:
+        about += f" (default: {default})"
     elif field.default not in (None, ()):
         about += f" (default: {field.default})"
     settings = metavar_and_help(field.metadata["metavar"] or metavar_of(kind), about)

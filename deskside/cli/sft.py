@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from deskside.cli.finetune import COMMON, FinetuneOptions, FinetuneRun, PreparedData
-from deskside.cli.finetune_defaults import FinetuneDefaults, default_batch
+from deskside.cli.finetune_defaults import FinetuneDefaults, StepSize, batch_help, default_batch
 from deskside.cli.options import Command
 from deskside.config.align import SftConfig
+
+STEP = StepSize(tokens=32768, per_epoch=50, sequence_length=2048)
 
 
 @dataclass(kw_only=True)
@@ -31,7 +33,16 @@ class SftOptions(FinetuneOptions):
     """
 
 
-COMMAND = Command("sft", SftOptions, configuration=True, align=SftConfig, common=COMMON)
+# The learning rate ends at 0, since usually no training follows.
+DEFAULTS = FinetuneDefaults(batch_help(STEP), lr_factor=1.0, warmup=0.03, final_lr_fraction=0.0, epochs=3)
+COMMAND = Command(
+    "sft",
+    SftOptions,
+    configuration=True,
+    align=SftConfig,
+    common=COMMON,
+    defaults=DEFAULTS.help_texts(),
+)
 
 
 class SftRun(FinetuneRun):
@@ -39,7 +50,7 @@ class SftRun(FinetuneRun):
 
     command = COMMAND
     example = "chats.jsonl"
-    length = "3 epochs"
+    defaults = DEFAULTS
 
     def data(self, tokenizer: Path) -> PreparedData:
         from deskside.data.chat.prepare_chat import ChatSpec, cache_key, prepare_chat
@@ -56,21 +67,11 @@ class SftRun(FinetuneRun):
         prepare = partial(prepare_chat, spec, tokenizer)
         return PreparedData(align.data[0], "chat", "conversations", key, key_of, prepare)
 
-    def defaults(self, loaded: Any, data: Path, vocab_size: int) -> FinetuneDefaults:
+    def batch(self, loaded: Any, data: Path, vocab_size: int) -> dict[str, int]:
         from deskside.data.reading.index import read_index
 
         tokens = read_index(data).splits["train"].tokens
-        batch = default_batch(
-            loaded,
-            self.given,
-            tokens,
-            step_tokens=32768,
-            steps_per_epoch=50,
-            sequence_length=2048,
-            processes=self.processes,
-        )
-        # The learning rate ends at 0, since usually no training follows.
-        return FinetuneDefaults(batch, lr_factor=1.0, warmup=0.03, final_lr_fraction=0.0)
+        return default_batch(loaded, self.given, tokens, STEP, self.processes)
 
 
 def run(argv: Sequence[str]) -> int:

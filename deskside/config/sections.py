@@ -290,7 +290,9 @@ class AdapterConfig(Part):
     Kalajdzievski 2023, arXiv 2312.03732).
     """
 
-    rank: PositiveInt = Field(16, le=4096, description="rank of the adapters")
+    rank: PositiveInt = Field(
+        16, le=4096, description="rank of the adapters; there are none unless an option of adapter is given"
+    )
     alpha: PositiveFloat = Field(32.0, description="the output of an adapter is scaled by alpha / rank")
     rank_stabilised: bool = Field(False, description="scale by alpha / sqrt(rank) instead (rsLoRA)")
     targets: Literal["all"] | tuple[Projection, ...] = Field(

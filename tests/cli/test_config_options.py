@@ -4,12 +4,16 @@ import json
 import re
 from dataclasses import dataclass
 from functools import reduce
+from types import SimpleNamespace
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
 from pydantic.fields import FieldInfo
 
+from deskside.cli import dpo, grpo, kto, sft
 from deskside.cli.config_options import takes_list
+from deskside.cli.finetune import FinetuneRun
+from deskside.cli.finetune_defaults import default_batch
 from deskside.cli.options import Command, option
 from deskside.config.align import SftConfig
 from deskside.config.duration import Duration
@@ -383,3 +387,37 @@ def test_suggestions(wrong: str, right: str | None) -> None:
     assert str(error.value).startswith(wrong)
     found = re.search(r"did you mean (\S+)\?", str(error.value))
     assert (found and found[1]) == right
+
+
+@pytest.mark.parametrize("command", [sft.SftRun, dpo.DpoRun, kto.KtoRun, grpo.GrpoRun])
+def test_the_help_of_fine_tuning_states_the_commands_own_defaults(command: type[FinetuneRun]) -> None:
+    keys = {".".join(path) for path, _ in config_fields()} | {"epochs"}
+    texts = command.command.defaults
+    assert texts.keys() <= keys
+    shown = command.command.help("all").split()
+    for text in texts.values():
+        words = f"(default: {text})".split()
+        assert any(shown[at : at + len(words)] == words for at in range(len(shown))), text
+    # The numbers are those of a run.
+    layer = command.defaults.layer(768, {})
+    assert f"{layer['optim']['lr']:g}" in texts["optim.lr"].replace(",", " ").split()
+    assert float(texts["schedule.warmup"]) == layer["schedule"]["warmup"]
+    for part, values in layer.items():
+        for key, value in values.items():
+            default = RunConfig.model_fields[part].default
+            if (part, key) not in {("optim", "betas"), ("optim", "lr")} and value != getattr(
+                default, key, None
+            ):
+                text = f"{value:g}" if isinstance(value, float) else str(value).lower()
+                assert text in re.split(r"[ ;]+", texts[f"{part}.{key}"])
+    changed = command.defaults.layer(1536, {"adapter": {"rank": 4}})
+    assert changed["optim"]["lr"] == pytest.approx(5 * layer["optim"]["lr"])
+
+
+def test_the_row_of_a_step_in_the_help_is_that_of_a_run() -> None:
+    model = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=8192))
+    for command, step in ((sft, sft.STEP), (dpo, dpo.STEP)):
+        batch = default_batch(model, {}, tokens=10**9, step=step, processes=1)
+        texts = command.COMMAND.defaults
+        assert f"up to {batch['tokens']}," in texts["batch.tokens"]
+        assert texts["batch.sequence_length"].startswith(f"{batch['sequence_length']},")
