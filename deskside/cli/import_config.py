@@ -43,6 +43,8 @@ def run(argv: Sequence[str]) -> int:
     if options.out is not None:
         if Path(out).exists():
             raise UsageError(f"--out {out}: exists already; name a new file")
+        if not Path(out).absolute().parent.is_dir():
+            raise UsageError(f"--out {out}: its folder does not exist; create it, or name another file")
         write_atomically(Path(out), imported.toml())
     command = shlex.join(["deskside", imported.command, imported.model or "MODEL", "--config", out])
     if options.json:

@@ -31,6 +31,7 @@ from deskside.train.prepare.preflight import check_start
 from deskside.utils import signals
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.files import check_folder
 from deskside.utils.signals import exit_code
 
 SEARCHES = Path("searches")  # directory of all searches
@@ -143,7 +144,9 @@ def _folder(options: SearchOptions) -> SearchFolder:
                 f"{given}: is not a search (no search.json); begin one with: deskside search PRESET"
             )
         return folder
-    return SearchFolder(Path(options.out) if options.out else SEARCHES / _name(given))
+    path = Path(options.out) if options.out else SEARCHES / _name(given)
+    check_folder(path)
+    return SearchFolder(path)
 
 
 def _name(preset: str | None) -> str:

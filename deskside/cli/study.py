@@ -30,6 +30,7 @@ from deskside.study.spec.spec import StudySpec
 from deskside.utils import signals
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.files import check_folder
 from deskside.utils.format import plural
 from deskside.utils.signals import exit_code
 
@@ -196,6 +197,8 @@ def _requested_study(
                 f"{defining[0]}: a resumed study keeps its definition; leave it out, or start another study with --out"
             )
         return None, folder
+    if directory is not None:
+        check_folder(Path(directory))
     requested = _RequestedStudy(options, given, argv)
     path = Path(directory) if directory is not None else STUDIES / requested.study.name
     return requested, StudyFolder(path)

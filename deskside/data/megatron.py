@@ -28,7 +28,7 @@ import numpy as np
 from deskside.data.reading.index import Dtype, SplitInfo, read_index
 from deskside.data.reading.shards import open_table, open_tokens
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.files import replace_atomically, write_atomically
+from deskside.utils.files import create_folder, replace_atomically, write_atomically
 
 MAGIC = b"MMIDIDX\0\0"
 TYPES = {"uint16": ("<u2", 8), "uint32": ("<i4", 4)}  # dtype of our shards -> that of .bin, and its code
@@ -50,10 +50,7 @@ def convert(data: Path, out: Path) -> dict[str, tuple[int, int]]:
         for file in (out / f"{name}.bin", out / f"{name}.idx"):
             if file.exists():
                 raise UsageError(f"{out}: holds {file.name} already; give another --out")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--out {out}: cannot be written: {error.strerror}") from None
+    create_folder(out)
     written: dict[str, tuple[int, int]] = {}
     try:
         for name, split in index.splits.items():

@@ -30,7 +30,7 @@ from deskside.config.run import SCHEMA_VERSION, RunConfig
 from deskside.run.continuing import name_in_use
 from deskside.utils import hub, strict_json
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.files import append_line, sync, write_atomically, write_error
+from deskside.utils.files import append_line, check_folder, create_folder, sync, write_atomically, write_error
 from deskside.utils.parsing import Unreadable, json_value
 
 # What runs did before an option existed, where that is not its default now: by optimizer.
@@ -49,7 +49,11 @@ class RunDirectory:
 
     @staticmethod
     def check_name(root: Path, name: str | None) -> None:
-        """Raise UsageError if a name is invalid or in use. For an early check, before anything expensive happens."""
+        """Raise UsageError if a name is invalid or in use, or `root` cannot be a folder.
+
+        For an early check, before anything expensive happens.
+        """
+        check_folder(root, "--runs")
         if name is None:
             return
         if not name or name in (".", "..") or "/" in name or "\\" in name:
@@ -63,7 +67,7 @@ class RunDirectory:
         path, number = root / (name or default), 2
         try:
             cls.check_name(root, name)
-            root.mkdir(parents=True, exist_ok=True)
+            create_folder(root, "--runs")
             while True:
                 try:
                     path.mkdir()
@@ -74,8 +78,6 @@ class RunDirectory:
                 else:
                     (path / "checkpoints").mkdir()
                     return cls(path)
-        except (FileExistsError, NotADirectoryError):
-            raise UsageError(f"--runs {root}: is a file, or lies below one; give a folder") from None
         except OSError as error:
             raise RunError(f"{error.filename or path}: cannot be created: {error.strerror}") from None
 

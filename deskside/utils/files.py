@@ -136,6 +136,31 @@ def fingerprint(path: Path) -> tuple[int, str]:
     return path.stat().st_size, digest.hexdigest()
 
 
+# Folders that a command is told to write to
+
+
+def check_folder(path: Path, option: str = "--out") -> None:
+    """Raise UsageError if `path`, the value of an option, cannot be a folder because it or one above it is a file."""
+    # os.path answers False where Path.exists raises PermissionError.
+    if any(os.path.exists(above) and not os.path.isdir(above) for above in (path, *path.parents)):
+        raise UsageError(f"{option} {path}: is a file, or lies below one; give a folder")
+
+
+def create_folder(path: Path, option: str = "--out") -> None:
+    """Create a folder, the value of an option, if it does not exist.
+
+    Raises UsageError if there can be no such folder, and RunError if the disk is full.
+    """
+    check_folder(path, option)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise write_error(path, error) from None
+        reason = f"{error.filename or path}: {error.strerror or error}"
+        raise UsageError(f"{option} {path}: cannot be created ({reason}); give another folder") from None
+
+
 # Replacing folders that this program wrote, without deleting files that it did not write
 
 

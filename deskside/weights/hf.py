@@ -149,8 +149,7 @@ def check_out_dir(out_dir: Path) -> set[str]:
 
     Raises UsageError if it is a file, or contains anything that an export did not write or that was changed since.
     """
-    if out_dir.exists() and not out_dir.is_dir():
-        raise UsageError(f"--out {out_dir}: is a file; choose a directory")
+    folders.check_folder(out_dir)
     if not out_dir.exists():
         return set()
     folders.check_replaceable(out_dir)
@@ -354,7 +353,7 @@ def replaced_when_complete(out_dir: Path, size: int = 0) -> Iterator[Path]:
         folders.check_replaceable(out_dir)
     _check_free_space(out_dir, size)
     out_dir = out_dir.resolve()  # replace the target of a symbolic link
-    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    folders.create_folder(out_dir.parent)
     partial = Path(tempfile.mkdtemp(prefix=f".{out_dir.name}.", suffix=".partial", dir=out_dir.parent))
     try:
         yield partial

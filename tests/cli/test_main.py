@@ -309,3 +309,36 @@ def test_os_errors_are_one_line(
     monkeypatch.setattr(cli, "_command", lambda name: command)
     code, out, err = call(["eval"], capsys)
     assert (code, out) == (1, "") and err.startswith(f"deskside: {said}") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "option"),
+    [
+        ("study batch-quick --out FILE", "--out"),
+        ("study batch-quick --out FILE/x", "--out"),
+        ("search demo --hours 0.1 --out FILE", "--out"),
+        ("search demo --hours 0.1 --out FILE/x --dry-run", "--out"),
+        ("export RUN --out FILE/x", "--out"),
+        ("import-config CONFIG --out FOLDER/missing/q.toml", "--out"),
+        ("train demo --steps 1 --runs FILE", "--runs"),
+        ("train demo --steps 1 --runs FILE/x", "--runs"),
+        ("train demo --steps 1 --runs /proc/x --compute.device cpu", "--runs"),
+        ("data prepare bundled:tiny_shakespeare.txt --out FILE/x", "--out"),
+    ],
+)
+def test_a_folder_that_cannot_be_is_wrong_usage(
+    argv: str,
+    option: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "q.yml").write_text("base_model: a/b\nlearning_rate: 0.1\n")
+    places = {"FILE": "file", "FOLDER": ".", "CONFIG": "q.yml", "RUN": "run"}
+    words = re.sub("|".join(places), lambda found: places[found[0]], argv).split()
+    assert main(words) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("deskside: warning")]
+    assert len(said) <= 2  # no plan before it
+    assert said[-1].startswith(f"deskside: {option} ")

@@ -83,7 +83,14 @@ from deskside.data.reading.verify import shard_problem, verify
 from deskside.utils.child_process import cpu_cores
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.files import clear_temporary, delete_files, fingerprint, replace_folder, write_error
+from deskside.utils.files import (
+    clear_temporary,
+    create_folder,
+    delete_files,
+    fingerprint,
+    replace_folder,
+    write_error,
+)
 from deskside.utils.progress import ProgressBar
 
 if TYPE_CHECKING:
@@ -216,10 +223,7 @@ class _Preparation:
             check_owned(self.out, state)
             delete_files(self.out, state.written_files)
         self.started_here, self.created_folder = True, not self.out.exists()
-        try:
-            self.out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UsageError(f"--out {self.out}: cannot be created ({error.strerror}).") from error
+        create_folder(self.out)
         clear_temporary(self.out)
         self.files = self._record_files(self.files or (state.files if state and state.files else ()))
         self.save()

@@ -26,7 +26,7 @@ from deskside.study.results import PLAN
 from deskside.study.spec.expand import Expansion, PlannedArm, ordered_trials
 from deskside.utils import strict_json
 from deskside.utils.errors import RunError, UsageError, first_line
-from deskside.utils.files import write_atomically
+from deskside.utils.files import create_folder, write_atomically
 from deskside.utils.parsing import json_value
 
 SCHEMA_VERSION = 1
@@ -117,17 +117,17 @@ class StudyFolder:
         return (self.path / PLAN).is_file()
 
     def create(self, plan: StudyPlan, text: str) -> None:
-        """Create a study. Raises UsageError if the folder contains other files, RunError if it cannot be written.
+        """Create a study. Raises UsageError if the folder contains other files or cannot be created, else RunError.
 
         Args:
             text: Content of study.toml.
         """
         left_over = {"study.toml", LOCK, TRIALS_LOCK}  # by a study that was killed while it was created
+        create_folder(self.path)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
             names = [entry.name for entry in self.path.iterdir() if entry.name not in left_over]
         except OSError as error:
-            raise RunError(f"{error.filename or self.path}: cannot be created: {error.strerror}") from None
+            raise RunError(f"{self.path}: cannot be read: {error.strerror}") from None
         if names:
             raise UsageError(
                 f"{self.path}: contains other files ({names[0]}); choose another directory with --out"

@@ -28,7 +28,7 @@ from deskside.study.search.suggestions import RUNGS, Sampler
 from deskside.study.spec.spec import Budget
 from deskside.utils import strict_json
 from deskside.utils.errors import RunError, UsageError, first_line
-from deskside.utils.files import write_atomically
+from deskside.utils.files import create_folder, write_atomically
 from deskside.utils.format import duration
 from deskside.utils.parsing import json_value
 
@@ -132,12 +132,12 @@ class SearchFolder:
         return (self.path / PLAN).is_file()
 
     def create(self, plan: SearchPlan) -> None:
-        """Begin a search. Raises UsageError if the folder is not empty, RunError if it cannot be written."""
+        """Begin a search. Raises UsageError if the folder is not empty or cannot be created, else RunError."""
+        create_folder(self.path)
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
             names = [entry.name for entry in self.path.iterdir()]
         except OSError as error:
-            raise RunError(f"{error.filename or self.path}: cannot be created: {error.strerror}") from None
+            raise RunError(f"{self.path}: cannot be read: {error.strerror}") from None
         if names:
             raise UsageError(
                 f"{self.path}: contains other files ({names[0]}); choose another directory with --out"
