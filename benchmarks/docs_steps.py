@@ -75,7 +75,7 @@ SMALLER: dict[str, tuple[tuple[tuple[str, str], ...], str]] = {
         "the hub, and an hour on a card"),
     "deskside dpo": ((("--name", "--steps 5 --name"),), "a pass over the data"),
     "deskside kto": ((("--name", "--steps 5 --name"),), "a pass over the data"),
-    "deskside grpo": ((("--hours 1", "--steps 2 --questions 2 --align.answer_tokens 16"),), "an hour on a card"),
+    "deskside grpo": ((("--hours 1", "--steps 2 --questions 2"),), "an hour on a card"),
     "deskside serve": ((("deskside serve", "deskside serve --port 18000"),), "another port"),
     "deskside dashboard": ((("deskside dashboard", "deskside dashboard --port 18501"),), "another port"),
     "curl http://127.0.0.1:8000": (

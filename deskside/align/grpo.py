@@ -94,7 +94,13 @@ class Grpo(AlignObjective):
                 f"multiple of {options.group * sequence_length}"
             )
         self.datasets[split] = Questions(
-            path, split, sequence_length, options.group, options.answer_tokens, config.model.vocab_size
+            path,
+            split,
+            sequence_length,
+            options.group,
+            options.answer_tokens,
+            config.model.vocab_size,
+            config.model.max_position_embeddings,
         )
         self.folder = path
         return self.datasets[split]

@@ -93,11 +93,18 @@ class Questions(PreparedSplit):
     """One split of prepared questions. A row is one answer, and `group` consecutive rows answer the same question.
 
     Questions that leave less than `answer_tokens` in a row are left out; `left_out` counts them. Raises UsageError if
-    no question fits, RunError if the data is damaged.
+    no question fits, RunError if the data is damaged. positions: of the model, the limit of `sequence_length`.
     """
 
     def __init__(
-        self, path: Path, split: str, sequence_length: int, group: int, answer_tokens: int, vocab_size: int
+        self,
+        path: Path,
+        split: str,
+        sequence_length: int,
+        group: int,
+        answer_tokens: int,
+        vocab_size: int,
+        positions: int | None = None,
     ):
         super().__init__(path, split, sequence_length, "questions", vocab_size)
         self.group, self.answer_tokens = group, answer_tokens
@@ -108,10 +115,15 @@ class Questions(PreparedSplit):
         self.questions = [q for q in all_questions if len(q.tokens) + answer_tokens <= sequence_length]
         self.left_out = len(all_questions) - len(self.questions)
         if not self.questions:
-            shortest = min(len(q.tokens) for q in all_questions)
+            lengths = [len(q.tokens) for q in all_questions]
+            remedy = f"use --batch.sequence-length {min(lengths) + answer_tokens} or more"
+            if positions is not None and min(lengths) + answer_tokens > positions:
+                room = positions - (max(lengths) if max(lengths) < positions else min(lengths))
+                shorter = f"--align.answer-tokens {room} or less" if room > 0 else "shorter questions"
+                remedy = f"the model has {positions} positions, so use {shorter}"
             raise UsageError(
                 f"batch.sequence_length: no question of the {split} split fits into {sequence_length} tokens with an "
-                f"answer of {answer_tokens}; give at least {shortest + answer_tokens}"
+                f"answer of {answer_tokens}; {remedy}"
             )
         self._shortest = min(len(q.tokens) for q in self.questions)
 

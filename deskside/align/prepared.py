@@ -233,8 +233,8 @@ def open_index(path: Path, kind: Kind, vocab_size: int) -> dict[str, Any]:
         raise RunError(f"{path / 'index.json'}: is damaged ({error}); prepare the data again") from None
     if tokens > vocab_size:
         raise UsageError(
-            f"model.vocab_size: {path} has {tokens} tokens, the model {vocab_size}; prepare the data with "
-            "the model's own tokenizer"
+            f"model.vocab_size: {path} has a vocabulary of {tokens}, the model only one of {vocab_size}; prepare the "
+            "data with the model's own tokenizer"
         )
     for file, checksum in files:
         if not file.is_file() or fingerprint(file)[1] != checksum:

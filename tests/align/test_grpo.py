@@ -518,6 +518,13 @@ def test_questions_hold_a_system_message_and_copies_stand_on_one_side(base: Path
     assert val.questions[0].answer.isdigit()
     with pytest.raises(UsageError, match="no question of the"):
         Questions(tmp_path / "data", "val", 32, 4, 16, 320)
+    lengths = [len(q.tokens) for q in val.questions]
+    needed, positions = min(lengths) + 200, min(lengths) + 150
+    with pytest.raises(UsageError, match=f"--batch.sequence-length {needed} "):
+        Questions(tmp_path / "data", "val", 32, 4, 200, 320, positions=needed)
+    # A row cannot be longer than the model's positions, so the answers have to be shorter.
+    with pytest.raises(UsageError, match=f"--align.answer-tokens {positions - max(lengths)} "):
+        Questions(tmp_path / "data", "val", 32, 4, 200, 320, positions=positions)
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,8 @@ def test_a_dry_run_refuses_data_with_the_line_of_the_run(
         line = refused([*argv, "--compute.device", "cpu"], capsys)
         assert refused([*argv, "--compute.device", "cpu", "--dry-run"], capsys) == line
         assert refused([*argv, "--compute.device", "cpu", "--dry-run", "--json"], capsys) == line
-    assert "300 tokens, the model 256" in refused([*large, "256", "--dry-run"], capsys)
+    assert "--model.vocab_size 300, " in (line := refused([*large, "256", "--dry-run"], capsys))
+    assert line.endswith("--vocab-size 256")
     mixed = [*large, "304", "--data.weights", "{french = 1}", "--dry-run"]
     assert "weight french: is not in the data" in refused(mixed, capsys)
     # Without a length, the run itself is refused for that first; the dry run still checks the data.

@@ -59,8 +59,9 @@ def check_vocabulary(config: RunConfig, tokens: int) -> None:
     """Raise UsageError if the model's vocabulary is smaller than that of the data, which has `tokens` tokens."""
     if tokens > config.model.vocab_size:
         raise UsageError(
-            f"model.vocab_size: {config.data.path} has {tokens} tokens, the model {config.model.vocab_size}; "
-            f"use --model.vocab_size {tokens}, or prepare the data again"
+            f"model.vocab_size: {config.data.path} has a vocabulary of {tokens}, the model only one of "
+            f"{config.model.vocab_size}; use --model.vocab_size {tokens}, or prepare the data again with deskside data "
+            f"prepare ... --vocab-size {config.model.vocab_size}"
         )
 
 
