@@ -159,9 +159,14 @@ def _print(out: str, report: dict[str, Any]) -> None:
         line = f"not looked for: {sum(short.values()):,} evaluation items with fewer than 8 words"
         printer.text(line, hanging=2)
     folder = Path(out)
-    print_answer(
-        printer,
-        f"{plural(documents[KEPT], 'document')} kept, {sum(documents.values()) - documents[KEPT]:,} removed.",
-        {"text": folder / "kept", "removed": folder / "removed", "report": folder / "report.md"},
-        f"data prepare {shlex.quote(str(folder / 'kept'))} --out {shlex.quote(str(folder))}-prepared",
-    )
+    kept, total = documents[KEPT], sum(documents.values())
+    answer = f"{plural(kept, 'document')} kept, {total - kept:,} removed."
+    files = {"text": folder / "kept", "removed": folder / "removed", "report": folder / "report.md"}
+    commands = [f"data prepare {shlex.quote(str(folder / 'kept'))} --out {shlex.quote(str(folder))}-prepared"]
+    if not kept:
+        del files["text"]
+        answer, commands = (
+            f"Nothing is left: all of {plural(total, 'document')} removed; the table says why.",
+            [],
+        )
+    print_answer(printer, answer, files, *commands)

@@ -17,6 +17,7 @@ from deskside.cli.options import Command, option
 from deskside.cli.shared_options import (
     GPUS_HELP,
     JsonOption,
+    check_length,
     name_of_preset,
     process_count,
 )
@@ -159,6 +160,8 @@ def _create_pipeline(options: GoOptions, given: dict[str, Any], argv: Sequence[s
     lengths = {name: getattr(options, name) for name in ("steps", "tokens") if getattr(options, name)}
     if len(lengths) > 1:
         raise UsageError("--steps and --tokens: the run can have one length only; give one of them")
+    for name, value in lengths.items():
+        check_length(name, value)
     if lengths and options.preset is None:
         raise UsageError(f"--{next(iter(lengths))}: needs a model; add --preset, or leave it out")
     if "path" in given.get("data", {}) or "sources" in given.get("data", {}):

@@ -18,6 +18,7 @@ from deskside.cli.arguments import Argument, Groups, add_groups, flag_of, metava
 from deskside.cli.config_options import config_groups, config_values, group_description
 from deskside.cli.help_text import HelpFormatter, columns, description
 from deskside.cli.suggestions import option_hint
+from deskside.config import presets
 from deskside.config.base import Part, plain_message
 from deskside.utils.console import wrap
 from deskside.utils.errors import UsageError
@@ -200,7 +201,7 @@ class Command(Generic[Options]):
         value: the word after it, or ""; typed_names: hyphenated name -> name as it was typed.
         """
         if not word.startswith("-"):
-            return UsageError(f"'{word}': unexpected argument; options are written --key value")
+            return UsageError(f"'{word}': unexpected argument; {self._argument_hint(word)}")
         flag, _, given = word.partition("=")
         names = [name for group in self.groups().values() for flags, _ in group for name in flags]
         positional = {
@@ -211,6 +212,13 @@ class Command(Generic[Options]):
         known = [name for name in names if name.startswith("-")]
         hint = option_hint(self.name, flag, known, positional, given or value)
         return UsageError(f"{typed_names.get(flag, flag)}: there is no such option; {hint}")
+
+    def _argument_hint(self, word: str) -> str:
+        """Return what was probably meant by an argument that the command does not take."""
+        known = {field.name for field in dataclasses.fields(self.options)}  # type: ignore[arg-type]
+        if "preset" in known and word in presets.names():
+            return f"did you mean --preset {word}?"
+        return "options are written --key value"
 
 
 class _Parser(argparse.ArgumentParser):

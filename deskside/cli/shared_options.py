@@ -13,7 +13,7 @@ from pydantic import BeforeValidator
 
 from deskside.cli.options import option
 from deskside.config import merge
-from deskside.config.duration import parse_hours
+from deskside.config.duration import Duration, parse_hours
 from deskside.config.merge import LENGTH_ALIASES
 from deskside.utils.errors import UsageError
 from deskside.utils.hub import with_revision
@@ -148,16 +148,28 @@ def set_length(given: dict[str, Any], options: RunOptions, default: str | None =
     """
     schedule = given.get("schedule", {})
     own_lengths = {name: getattr(options, name, None) for name in ("epochs", *LENGTH_ALIASES)}
-    own_lengths = {name: value for name, value in own_lengths.items() if value is not None}
+    own_lengths = {name: str(value) for name, value in own_lengths.items() if value is not None}
     flags = [f"--schedule.{name}" for name in ("length", *LENGTH_ALIASES) if name in schedule]
     flags += [f"--{name}" for name in own_lengths]
     if len(flags) > 1:
         raise UsageError(f"{' and '.join(flags)}: the run can have one length only; give one of them")
     for name, value in own_lengths.items():
+        check_length(name, value)
         length = {"length": f"{value} epochs"} if name == "epochs" else {name: value}
         given["schedule"] = {**schedule, **length}
     if not flags and default is not None:
         given["schedule"] = {**schedule, "length": default}
+
+
+def check_length(name: str, value: str) -> None:
+    """Raise UsageError for a wrong value of --epochs or of an option that is an alias of schedule.length."""
+    try:
+        Duration.parse(f"{value} epochs" if name == "epochs" else merge.length_of_alias(name, value))
+    except (ValueError, UsageError):
+        examples = {"epochs": "3", "steps": "2000", "tokens": "10M", "hours": "2, 2h or 90m"}
+        raise UsageError(
+            f"--{name} {value}: must be a length above zero, such as --{name} {examples[name]}"
+        ) from None
 
 
 def name_of_preset(preset: str) -> str:

@@ -179,6 +179,10 @@ def _requested_study(
                 f"{definition} and --out {directory}: both name the directory of the study; give one of them"
             )
         definition, directory = None, definition
+    if definition is not None and options.resume and directory is None:
+        is_path = "/" in definition and not definition.endswith(".toml")
+        if is_path:
+            raise UsageError(f"{definition}: no such folder; deskside runs lists the studies")
     if definition is None:
         if directory is None:
             raise UsageError(

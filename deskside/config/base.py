@@ -22,11 +22,14 @@ UserPath = Annotated[str, Field(min_length=1), AfterValidator(os.path.expanduser
 
 # Types of pydantic's errors -> the message; pydantic's own speaks of parsing strings.
 _WHOLE, _NUMBER, _SWITCH = "must be a whole number", "must be a number", "must be true or false"
-_OF_NUMBERS = {
+_PLAIN = {
     **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), _WHOLE),
     **dict.fromkeys(("float_parsing", "float_type"), _NUMBER),
     **dict.fromkeys(("bool_parsing", "bool_type"), _SWITCH),
     "finite_number": "must be a finite number",
+    **dict.fromkeys(
+        ("model_type", "model_attributes_type", "dict_type"), "must be a table of keys and values"
+    ),
 }
 
 
@@ -62,13 +65,13 @@ def first_problem(error: ValidationError) -> str:
     """Return the first validation error as one line: the key and the problem."""
     first = error.errors(include_url=False)[0]
     key = ".".join(str(part) for part in first["loc"])
-    problem = _OF_NUMBERS.get(first["type"]) or " ".join(first["msg"].removeprefix("Value error, ").split())
+    problem = _PLAIN.get(first["type"]) or " ".join(first["msg"].removeprefix("Value error, ").split())
     return f"{key}: {problem}" if key else problem
 
 
 def plain_message(problem: ErrorDetails) -> str:
     """Return what is wrong with a value in one line that begins with a small letter, without its key and the value."""
-    message = _OF_NUMBERS.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
+    message = _PLAIN.get(problem["type"]) or problem["msg"].removeprefix("Value error, ")
     return " ".join(f"{message[:1].lower()}{message[1:]}".split())
 
 

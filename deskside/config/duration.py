@@ -57,6 +57,8 @@ class Duration:
         if not math.isfinite(value) or value <= 0:
             raise ValueError(f"a duration must be above zero and finite, not {value} {self.unit}; {ACCEPTED}")
         if self.unit in ("tokens", "steps"):
+            if value >= 2**63:
+                raise ValueError(f"{value} {self.unit} are too many for a duration; {ACCEPTED}")
             if value != int(value):
                 raise ValueError(f"{value} {self.unit} is not a whole number; {ACCEPTED}")
             object.__setattr__(self, "value", int(value))

@@ -172,6 +172,23 @@ def option_keys() -> list[str]:
     return [".".join(path) for path, _ in config_fields()] + [f"schedule.{alias}" for alias in LENGTH_ALIASES]
 
 
+def check_keys(values: Mapping[str, Any], file: str) -> None:
+    """Raise UsageError, which names the file, for a key of a user's file that does not exist."""
+    known = [*(path for path, _ in config_fields()), *(("schedule", alias) for alias in LENGTH_ALIASES)]
+    known.append(("align",))  # its keys depend on the command
+    beginnings = {path[:length] for path in known for length in range(1, len(path))}
+
+    def check(table: Mapping[str, Any], prefix: KeyPath) -> None:
+        for key, value in table.items():
+            path = (*prefix, key)
+            if path in beginnings and isinstance(value, Mapping):
+                check(value, path)
+            elif path not in beginnings and path not in known:
+                raise UsageError(f"{file}: {unknown_key('.'.join(path))}")
+
+    check(values, ())
+
+
 def unknown_key(key: str) -> UsageError:
     """Return the error for a key that does not exist, with the most similar key as a suggestion."""
     known = option_keys() + list(RunConfig.model_fields)
@@ -266,11 +283,11 @@ def _replace_length_alias(layer: Mapping[str, Any]) -> Mapping[str, Any]:
         raise UsageError(f"{names}: the run can have one length only; give one of them")
     replaced = {key: value for key, value in schedule.items() if key not in LENGTH_ALIASES}
     if given and given[0] != "length":
-        replaced["length"] = _length_of_alias(given[0], schedule[given[0]])
+        replaced["length"] = length_of_alias(given[0], schedule[given[0]])
     return {**layer, "schedule": replaced}
 
 
-def _length_of_alias(alias: str, value: Any) -> str:
+def length_of_alias(alias: str, value: Any) -> str:
     """Return the length that an alias stands for. Hours may also be a time with units, such as 90m or 1h30m."""
     if alias == "hours" and isinstance(value, str):
         try:

@@ -11,6 +11,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from deskside.config.merge import check_keys
 from deskside.utils.console import say
 from deskside.utils.errors import UsageError
 from deskside.utils.parsing import Unreadable, toml_table
@@ -88,6 +89,8 @@ def _layers(name: str, folder: Path, seen: tuple[str, ...]) -> list[tuple[dict[s
     except Unreadable as error:
         raise UsageError(f"{label}: not valid TOML: {error}") from None
     is_file = name.endswith(".toml")
+    if is_file:
+        check_keys({key: value for key, value in values.items() if key != "base"}, label)
     if "base" not in values:
         return [(values, is_file)]
     base = values.pop("base")

@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name, (documents, tokens) in convert(options.data, options.out).items():
             print(f"{options.out / name}.bin, .idx: {documents:,} documents, {tokens:,} tokens")
     except (UsageError, RunError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"deskside: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 

@@ -337,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "\n".join(command_lines(" ".join(["--load", str(options.out), "--finetune", *described]), 80))
             )
     except (UsageError, RunError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"deskside: {error}", file=sys.stderr)
         return error.exit_code
     return 0
 

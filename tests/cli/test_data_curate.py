@@ -62,6 +62,7 @@ def test_curated_text_is_prepared(corpus: Path, tmp_path: Path, capsys: pytest.C
         ["--on-bad", "maybe"],
         ["--max-line-mb", "0"],
         ["--simmilarity", "1"],
+        ["--languages", "xx"],
     ],
 )
 def test_wrong_options_exit_with_two(
@@ -70,6 +71,15 @@ def test_wrong_options_exit_with_two(
     assert main(["data", "curate", str(corpus), "--out", str(tmp_path / "out"), *arguments]) == 2
     assert len(capsys.readouterr().err.strip().splitlines()) <= 4
     assert not (tmp_path / "out").exists()
+
+
+def test_if_nothing_is_left_there_is_nothing_to_prepare(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["data", "curate", str(corpus), "--out", str(tmp_path / "out"), "--workers", "1"]
+    assert main([*command, "--languages", "brx"]) == 0  # which documents could be labelled with
+    shown = capsys.readouterr().out
+    assert "4 documents" in shown and "data prepare" not in shown
 
 
 def test_refused_input_exits_with_two(corpus: Path, tmp_path: Path) -> None:

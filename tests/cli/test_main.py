@@ -342,3 +342,34 @@ def test_a_folder_that_cannot_be_is_wrong_usage(
     said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("deskside: warning")]
     assert len(said) <= 2  # no plan before it
     assert said[-1].startswith(f"deskside: {option} ")
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        ("train demo --dry-run --steps 0", "--steps 0: "),
+        ("train demo --dry-run --hours x", "--hours x: "),
+        ("go --preset demo --hours 0.1 --yes --steps 0", "--steps 0: "),
+        ("go --preset demo --hours 0.1 --yes --tokens 1e30", "--tokens 1e30: "),
+        ("go demo --hours 0.1 --yes", "--preset demo?"),
+        ("train wrong.toml --dry-run --steps 1", "wrong.toml: nme: "),
+        ("train nested.toml --dry-run --steps 1", "nested.toml: optim.lrr: "),
+        ("data show nothere", "nothere: no such folder"),
+        ("study studies/nothere --resume", "studies/nothere: no such folder"),
+        ("data prepare few.jsonl --out data", "JSON that does not parse"),
+        ("data prepare bundled:foo --out data", "Bundled: tiny_indic.jsonl, tiny_shakespeare.txt."),
+        ("data prepare named.jsonl --out data", "--field content"),
+    ],
+)
+def test_errors_name_what_was_given(
+    argv: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wrong.toml").write_text("nme = 3\n")
+    (tmp_path / "nested.toml").write_text(
+        'base = "demo"\n[optim]\nlrr = 2\n[model.rope_scaling]\nfactor = 2.0\n'
+    )
+    (tmp_path / "few.jsonl").write_text('{"text": "hi"}\nbad\nworse\n')
+    (tmp_path / "named.jsonl").write_text('{"content": "hi"}\n')
+    assert main(argv.split()) == 2
+    assert named in capsys.readouterr().err.splitlines()[-1]

@@ -209,6 +209,11 @@ def analyze(
         )
     if planner.documents == 0:
         raise UsageError("every training document is also in the validation sources.")
+    try:
+        holdout = planner.plan()
+    except UsageError as error:  # there is too little text, perhaps because of what could not be used
+        left_out = f" Not used: {logs['train'].summary()}." if logs["train"].total else ""
+        raise UsageError(f"{error}{left_out}") from None
     ignored = [name for source in (*sources, *val_sources) for name in source.ignored]
     return Analysis(
         documents=documents,
@@ -217,7 +222,7 @@ def analyze(
         tags=list(tags),
         bad_input={split: log.as_dict() for split, log in logs.items() if log.total},
         ignored_files={"count": len(ignored), "first": ignored[:5]} if ignored else {},
-        holdout=planner.plan(),
+        holdout=holdout,
     )
 
 

@@ -1,5 +1,7 @@
 """Input that cannot be read: counted by reason, or refused."""
 
+import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,6 +21,23 @@ NO_COLUMN = "parquet without the column"
 MISSING = "missing or unreadable file or folder"
 TOO_LONG = "longer than the limit (see --max-line-mb)"
 BINARY = "binary data, not text"
+
+
+def short_reason(error: Exception) -> str:
+    """Return the first sentence of an error of a library, of at most about 150 characters, cut between words."""
+    text = " ".join(str(error).split())
+    return textwrap.shorten(text.split(". ")[0].rstrip("."), 150, placeholder=" ...")
+
+
+def field_hint(keys: Sequence[object], wanted: str, option: str = "--field") -> str:
+    """Return what a record without the field has, and how to name the field that was meant. keys: of the record."""
+    has = ", ".join(map(str, list(keys)[:6])) or "nothing"
+    name = str(keys[0]) if len(keys) == 1 else "NAME"
+    return (
+        f"wanted {wanted!r}, has {has}; name it with {option} {name}"
+        if keys
+        else f"wanted {wanted!r}, has {has}"
+    )
 
 
 @dataclass

@@ -25,6 +25,8 @@ from deskside.data.corpus.bad_input import (
     NOT_UTF8,
     TOO_LONG,
     BadInputLog,
+    field_hint,
+    short_reason,
 )
 from deskside.data.corpus.lines import CHUNK, utf8_error
 from deskside.data.corpus.reader import BYTE_ORDER_MARK, LINE_LIMIT, Reader, tag_of
@@ -126,8 +128,11 @@ class _DocumentReader(Reader[Document]):
     def record(self, record: object, tag: str, origin: str, group: str) -> Iterator[Document]:
         """Yield the document of a record. Its text must be `str`, or bytes that are known to be UTF-8."""
         if not isinstance(record, dict) or self.text_field not in record:
-            keys = ", ".join(list(record)[:6]) if isinstance(record, dict) else type(record).__name__
-            self.bad.add(NO_FIELD, origin, f"wanted {self.text_field!r}, has {keys}")
+            if isinstance(record, dict):
+                detail = field_hint(list(record), self.text_field)
+            else:
+                detail = f"wanted {self.text_field!r} in an object, has {type(record).__name__}"
+            self.bad.add(NO_FIELD, origin, detail)
             return
         text = record[self.text_field]
         if isinstance(text, str):
@@ -149,12 +154,12 @@ class _DocumentReader(Reader[Document]):
         try:
             table = pq.ParquetFile(path, buffer_size=CHUNK, pre_buffer=False)
         except (pa.ArrowInvalid, OSError) as error:
-            self.bad.add(DAMAGED_FILE, str(path), str(error)[:80])
+            self.bad.add(DAMAGED_FILE, str(path), short_reason(error))
             return
         with table:
             schema, field = table.schema_arrow, self.text_field
             if field not in schema.names:
-                self.bad.add(NO_COLUMN, str(path), f"wanted {field!r}, has {', '.join(schema.names[:6])}")
+                self.bad.add(NO_COLUMN, str(path), field_hint(schema.names, field))
                 return
             kind = schema.field(field).type
             if pa.types.is_dictionary(kind):
@@ -183,7 +188,7 @@ class _DocumentReader(Reader[Document]):
                         record = {c: values[i] for c, values in tags.items()}
                         yield from self.record({**record, field: raw}, tag, origin, str(path))
             except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
-                self.bad.add(DAMAGED_FILE, str(path), f"after row {row}: {str(error)[:80]}")
+                self.bad.add(DAMAGED_FILE, str(path), f"after row {row}: {short_reason(error)}")
 
 
 def is_binary(data: bytes) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from deskside.data.reading.index_file import INDEX
 from deskside.data.reading.verify import STAMP
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import TEMPORARY_SUFFIX, check_replaceable, unowned_files, write_json
+from deskside.utils.format import plural
 from deskside.utils.parsing import json_value
 
 STATE = "prepare.json"
@@ -92,7 +94,36 @@ def describe_difference(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Describe how the arguments of two preparations differ, or return "" if they are equal."""
     now = json_value(json.dumps(now))  # `before` was read from JSON, which has lists instead of tuples
     keys = sorted(key for key in now.keys() | before.keys() if now.get(key) != before.get(key))
-    return "; ".join(f"{key}: {_short(before.get(key))} -> {_short(now.get(key))}" for key in keys)
+    differences = []
+    for key in keys:
+        if key.endswith("sources"):
+            old, new = _files(before.get(key)), _files(now.get(key))
+            if old and new:
+                differences.append(f"{key.replace('_', ' ')}: {_changed_files(old, new)}")
+                continue
+        differences.append(f"{key}: {_short(before.get(key))} -> {_short(now.get(key))}")
+    return "; ".join(differences)
+
+
+def _files(sources: object) -> dict[str, object]:
+    """Return the files of `Source.identity` of all sources and what identifies them, name -> the rest."""
+    found: dict[str, object] = {}
+    for source in sources if isinstance(sources, list) else []:
+        for entry in source if isinstance(source, list) else []:
+            if isinstance(entry, list) and entry and isinstance(entry[0], str):
+                found[entry[0]] = entry[1:]
+    return found
+
+
+def _changed_files(old: Mapping[str, object], new: Mapping[str, object]) -> str:
+    """Describe how the files of the sources differ: how many, and the first of each kind."""
+    kinds = {
+        "new": [name for name in new if name not in old],
+        "missing now": [name for name in old if name not in new],
+        "changed": [name for name in new if name in old and old[name] != new[name]],
+    }
+    texts = [f"{plural(len(names), 'file')} {kind} ({names[0]})" for kind, names in kinds.items() if names]
+    return ", ".join(texts) or "in another order"
 
 
 def _short(value: object) -> str:

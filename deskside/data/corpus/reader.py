@@ -7,7 +7,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from deskside.data.corpus.bad_input import BAD_JSON, DAMAGED_FILE, MISSING, NOT_UTF8, TOO_LONG, BadInputLog
+from deskside.data.corpus.bad_input import (
+    BAD_JSON,
+    DAMAGED_FILE,
+    MISSING,
+    NOT_UTF8,
+    TOO_LONG,
+    BadInputLog,
+    short_reason,
+)
 from deskside.data.corpus.lines import LONG_LINE, iter_lines, parse_long, utf8_error
 from deskside.data.corpus.sources import TEXT_KINDS, Source, kind_of
 from deskside.utils.errors import UsageError, first_line
@@ -103,7 +111,7 @@ def _parse(
     except UnicodeEncodeError:
         bad.add(NOT_UTF8, origin, "lone surrogate")
     except ValueError as error:
-        bad.add(BAD_JSON, origin, str(error)[:80])
+        bad.add(BAD_JSON, origin, short_reason(error))
     finally:
         raw.clear()
     return None

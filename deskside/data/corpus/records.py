@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 
-from deskside.data.corpus.bad_input import DAMAGED_FILE, NO_COLUMN, NO_FIELD, BadInputLog
+from deskside.data.corpus.bad_input import DAMAGED_FILE, NO_COLUMN, NO_FIELD, BadInputLog, short_reason
 from deskside.data.corpus.reader import Reader, tag_of, without_nulls
 from deskside.data.corpus.sources import Source, kind_of
 from deskside.utils.errors import UsageError
@@ -97,7 +97,7 @@ class _RecordReader(Reader[Record]):
         except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
             if isinstance(error, (FileNotFoundError, PermissionError)):
                 raise
-            self.bad.add(DAMAGED_FILE, str(path), f"after row {row}: {str(error)[:80]}")
+            self.bad.add(DAMAGED_FILE, str(path), f"after row {row}: {short_reason(error)}")
 
     def record(self, record: object, tag: str, origin: str, group: str) -> Iterator[Record]:
         found = record if isinstance(record, Mapping) else {}

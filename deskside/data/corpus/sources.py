@@ -78,7 +78,7 @@ class Source:
         if spec.startswith("bundled:"):
             name = spec.removeprefix("bundled:")
             folder = Path(str(files("deskside.data") / "bundled"))
-            names = sorted(p.name for p in folder.iterdir() if kind_of(p))
+            names = sorted(p.name for p in folder.iterdir() if kind_of(p) and not p.name.startswith("LICEN"))
             if name not in names:
                 raise UsageError(f"{spec}: no such bundled text. Bundled: {', '.join(names)}.")
             return cls(spec, _stem(Path(name)), (folder / name,))

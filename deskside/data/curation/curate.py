@@ -38,6 +38,7 @@ from deskside.data.corpus.sources import Source
 from deskside.data.curation import saved_findings, worker
 from deskside.data.curation.contamination import EvaluationNgrams
 from deskside.data.curation.duplicates import Duplicates
+from deskside.data.curation.language import is_language_code
 from deskside.data.curation.quality import DEFAULT_FILTERS, FILTERS
 from deskside.data.curation.report import REPORT, build_report, markdown
 from deskside.data.curation.state import STATE, CurationState, WrittenBatch, read_state, write_state
@@ -85,6 +86,9 @@ def curate(sources: Sequence[str], out: str | Path, options: CurationOptions) ->
         raise UsageError(f"--workers {options.reading.workers}: give a number of at least 1.")
     if "" in options.languages:
         raise UsageError("--languages: a code is empty. Give codes with commas between them, such as en,hi.")
+    for code in options.languages:
+        if not is_language_code(code):
+            raise UsageError(f"--languages {code}: unknown language. Give codes of ISO 639, such as en,hi.")
     if not sources:
         raise UsageError("no source given. Name a file, a directory or hf:owner/name.")
     curation = _Curation([labelled_source(spec) for spec in sources], Path(out), options)

@@ -16,7 +16,7 @@ from deskside.data.reading.index_file import INDEX
 from deskside.data.reading.tags import LanguageCount, TagCount, TagInfo, count_languages
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import write_json
-from deskside.utils.parsing import json_value
+from deskside.utils.parsing import Unreadable, json_value
 
 SCHEMA_VERSION = 1
 DOCUMENT_DTYPE = np.dtype([("start", "<i8"), ("tag", "<u2")])  # an entry of a document table
@@ -172,7 +172,8 @@ def read_index(directory: Path) -> DatasetIndex:
             if unfinished
             else "make one with `deskside data prepare SOURCE... --out DIR`"
         )
-        raise UsageError(f"{directory}: not a prepared data set (no {INDEX}); {remedy}.")
+        what = f"not a prepared data set (no {INDEX})" if directory.exists() else "no such folder"
+        raise UsageError(f"{directory}: {what}; {remedy}.")
     try:
         data = json_value(path.read_bytes())
         if (kind := data.get("kind")) in DATA_NOUNS:  # written by align/prepared.py
@@ -186,7 +187,14 @@ def read_index(directory: Path) -> DatasetIndex:
             )
         return DatasetIndex.model_validate(data)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = first_problem(error) if isinstance(error, ValidationError) else repr(error)
+        reason = first_problem(error) if isinstance(error, ValidationError) else _reason(error)
         raise RunError(
             f"{path}: damaged index ({reason}). Prepare the data again, in a new folder."
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """Return what is wrong with an index that could not be read as one."""
+    if isinstance(error, KeyError):
+        return f"it has no {error.args[0]}"
+    return f"not JSON: {error}" if isinstance(error, Unreadable) else "it is not a JSON object"
