@@ -44,7 +44,7 @@ from deskside.evaluate.run_task import (
     count_answers,
     evaluate,
 )
-from deskside.evaluate.tasks import TaskSelection, Translation, select
+from deskside.evaluate.tasks import HUB, TaskSelection, Translation, select
 from deskside.evaluate.text_bpb import TextBpb, has_own_data, measure, run_config
 from deskside.evaluate.translation import check_sacrebleu
 from deskside.utils import strict_json
@@ -55,6 +55,7 @@ from deskside.utils.printer import Printer
 from deskside.utils.progress import ProgressBar
 from deskside.weights.load import Loaded, load_model, warn_if_unfinished
 
+NEXT_TASK = "arc_easy"  # on the hub, and short enough for every model
 BATCH_TOKENS = {"cpu": 8192, "cuda": 65536}  # default tokens per forward pass
 
 
@@ -130,7 +131,7 @@ def eval_model(options: EvalOptions) -> int:
     if parts:
         files = {} if options.items is None else {"items": Path(options.items)}
         model = shlex.quote(options.source)
-        commands = [f"eval {model} --tasks core --tasks-dir hf:"] if options.tasks is None else []
+        commands = [f"eval {model} --tasks {NEXT_TASK} --tasks-dir {HUB}"] if options.tasks is None else []
         print_answer(printer, f"{options.model}: {', '.join(parts)}.", files, *commands, f"chat {model}")
     return 1 if failed else 0
 
@@ -234,7 +235,13 @@ def _evaluate_tasks(
 def _prepare_tasks(options: EvalOptions, selection: TaskSelection) -> list[PreparedTask]:
     """Read the data of all tasks, report damaged records, and check --items. Raises UsageError."""
     if selection.left_out:
-        say(f"no data in {options.tasks_dir} for: {', '.join(selection.left_out)}")
+        names = ", ".join(selection.left_out)
+        if options.tasks_dir == HUB:
+            say(
+                f"not on the hub, and so left out: {names}; --tasks-dir DIR reads them from a folder with their files"
+            )
+        else:
+            say(f"no data in {options.tasks_dir} for: {names}")
     tasks = [PreparedTask(chosen, options.chat) for chosen in selection.chosen]
     for task in tasks:
         if task.bad.total:
@@ -352,7 +359,7 @@ def _print_tasks(printer: Printer, results: Sequence[TaskResult], core_result: C
         interval = f"{core_result.low:.4f} to {core_result.high:.4f}, 95 %"
         of = f"the mean of {len(core_result.tasks)} of the {CORE_TASKS} tasks"
         printer.text(f"CORE-like: {core_result.value:.4f} ({interval}), {of}")
-    printer.text("measured" + ("; centred: 0 is guessing, 1 is all correct" if judged else ""), "quiet")
+    printer.text("measured" + ("; centered: 0 is guessing, 1 is all correct" if judged else ""), "quiet")
 
 
 def _task_cells(result: TaskResult, score: str, interval: str) -> list[str]:

@@ -15,6 +15,7 @@ from deskside.config.imported import Imported
 from deskside.utils.console import say
 from deskside.utils.errors import UsageError
 from deskside.utils.files import write_atomically
+from deskside.utils.format import plural
 
 
 @dataclass(kw_only=True)
@@ -54,13 +55,21 @@ def run(argv: Sequence[str]) -> int:
     for title, rows in (
         ("translated", imported.used),
         ("changes nothing here", imported.same),
-        ("NO COUNTERPART", imported.missing),
+        ("no counterpart here", imported.missing),
     ):
         for key, text in rows:
             say(f"{title}: {key}: {text}")
-    print(f"# {command}")
     if options.out is None:
+        print(f"# {command}")
         print(imported.toml(), end="")
+        return 0
+    from deskside.cli.answer import print_answer  # imports rich, which takes time
+    from deskside.utils.printer import Printer
+
+    answer = f"{plural(len(imported.used), 'key')} of {options.file} translated"
+    if imported.missing:
+        answer += f", {len(imported.missing)} without a counterpart here"
+    print_answer(Printer(), f"{answer}.", {"written": Path(out)}, command.removeprefix("deskside "))
     return 0
 
 

@@ -35,11 +35,11 @@ def show(rented: dict[str, Any]) -> None:
     from deskside.utils.printer import Printer
 
     printer = Printer()
-    printer.heading("on a rented GPU, and on one's own:")
-    rows = [
-        [offer["offer"], f"${offer['usd_per_gpu_hour']:.2f}", dollars(offer["usd"]), offer["source"]]
-        for offer in rented["offers"]
-    ]
-    printer.table(["offer", "GPU hour", "this plan", "source"], rows, "lrrl")
+    printer.heading("Cost on a rented GPU and on your own:")
+    offers = rented["offers"]
+    rows = [[offer["offer"], f"${offer['usd_per_gpu_hour']:.2f}", dollars(offer["usd"])] for offer in offers]
+    printer.table(["offer", "GPU hour", "this plan"], rows, "lrr")
+    for source in dict.fromkeys(offer["source"] for offer in offers):
+        printer.text(source, "quiet", indent=2, hanging=2)
     printer.heading(f"{rented['file']} is written; to start it:")
     printer.command(rented["start"])

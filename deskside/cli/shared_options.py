@@ -154,7 +154,7 @@ def set_length(given: dict[str, Any], options: RunOptions, default: str | None =
     if len(flags) > 1:
         raise UsageError(f"{' and '.join(flags)}: the run can have one length only; give one of them")
     for name, value in own_lengths.items():
-        check_length(name, value)
+        check_length(name, str(value))
         length = {"length": f"{value} epochs"} if name == "epochs" else {name: value}
         given["schedule"] = {**schedule, **length}
     if not flags and default is not None:

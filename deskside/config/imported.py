@@ -82,7 +82,7 @@ class Imported:
             if value is False or value in (None, "", [], {}):
                 self.same.append((key, "is off or empty"))
             else:
-                self.lack(key, value, "has no counterpart here")
+                self.lack(key, value, "is left out")
         self.layer.setdefault("data", {})["document_mask"] = True  # as in every fine-tuning
         length = self.layer.get("batch", {}).get("sequence_length")
         model = {} if length is None else {"model": {"max_position_embeddings": max(2048, length)}}

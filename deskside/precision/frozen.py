@@ -21,6 +21,7 @@ modules and are cast to bfloat16. So are routers in every format: they are small
 which experts a token chooses.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any, Literal, TypeGuard
@@ -363,6 +364,8 @@ def stored_bytes(model: nn.Module) -> int:
 
 
 def _bitsandbytes() -> ModuleType:
+    # On a CPU, it warns that kernels of the hub are missing; it then computes without them.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         from bitsandbytes import functional
     except ImportError as error:

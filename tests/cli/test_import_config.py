@@ -257,3 +257,12 @@ def test_sft_trains_with_the_file(
         run_dpo([str(model), "--config", "other.toml"])
     with pytest.raises(UsageError, match="exists already"):
         run_import(["other.yml", "--out", "other.toml"])
+
+
+def test_what_was_written_and_what_is_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "q.yml").write_text("base_model: a/b\nlearning_rate: 0.1\nfoo: 1\n")
+    out = tmp_path / "q.toml"
+    assert run_import([str(tmp_path / "q.yml"), "--out", str(out)]) == 0
+    shown, said = capsys.readouterr()
+    assert str(out) in shown and "deskside sft a/b --config" in " ".join(shown.split())
+    assert said.count("counterpart") == 1  # of foo

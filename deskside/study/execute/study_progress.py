@@ -7,7 +7,7 @@ finished ones.
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -73,13 +73,15 @@ class StudyDisplay:
     """The progress display on standard error.
 
     Args:
-        trials: Number of trials of the study.
+        trials: Number of trials of the study; None if it is not known.
         done: Number of trials that have ended.
         remaining_time: Estimator for the line at the end of a trial.
     """
 
-    def __init__(self, trials: int, done: int, remaining_time: RemainingTime):
+    def __init__(self, trials: int | None, done: int, remaining_time: RemainingTime):
         self.trials, self.done, self.remaining_time = trials, done, remaining_time
+        # Name of a trial in every line; the line of its start has the whole label too.
+        self.name_of: Callable[[PlannedArm, int], str] = lambda arm, seed: f"{arm.label}, seed {seed}"
         self.console = make_console(stderr=True)
         self._began = self._last_line = time.monotonic()
         self._left: float | None = None  # seconds until the end, as estimated at `_estimated`
@@ -120,13 +122,16 @@ class StudyDisplay:
         """Report how many trials there are to run, and the time they take. remaining_arms: the arm id of each."""
         self._estimate(remaining_arms)
         left = "" if self._left is None else f"; done {end_time(self._left)}"
-        self.say(f"runs {plural(len(remaining_arms), 'trial')} of {self.trials}{left}")
+        total = "" if self.trials is None else f" of {self.trials}"
+        self.say(f"runs {plural(len(remaining_arms), 'trial')}{total}{left}")
 
     def started(self, arm: PlannedArm, seed: int, device: str, run: Path, resumed: bool) -> None:
         """Report the start of a trial. resumed: True if it continues from a checkpoint."""
         verb = "resumes" if resumed else "starts"
-        self.say(f"{self._prefix(arm, seed)}: {verb} on {device}")
-        self._running[run] = f"{arm.label}, seed {seed}"
+        name = self.name_of(arm, seed)
+        settings = "" if arm.label in name else f": {arm.label}"
+        self.say(f"{self._prefix(arm, seed)}: {verb} on {device}{settings}")
+        self._running[run] = name
         if self._bars is not None:
             self._tasks[run] = self._bars.add_task(self._running[run], total=None, numbers="setting up")
 
@@ -173,7 +178,7 @@ class StudyDisplay:
         for run, name in self._running.items():
             progress = read_progress(run)
             parts.append(f"{name}: " + ("setting up" if progress is None else "step {}/{}".format(*progress)))
-        self.say(f"[{self.done}/{self.trials} done] {'; '.join(parts)}; {self._times()}")
+        self.say(f"{self._count()} {'; '.join(parts)}; {self._times()}")
 
     def _estimate(self, remaining_arms: list[str]) -> None:
         self._left, self._estimated = self.remaining_time.estimate(remaining_arms), time.monotonic()
@@ -185,7 +190,10 @@ class StudyDisplay:
         return times(now - self._began, left)
 
     def _prefix(self, arm: PlannedArm, seed: int) -> str:
-        return f"[{self.done}/{self.trials} done] {arm.label}, seed {seed}"
+        return f"{self._count()} {self.name_of(arm, seed)}"
+
+    def _count(self) -> str:
+        return f"[{self.done}{'' if self.trials is None else f'/{self.trials}'} done]"
 
 
 def read_progress(run: Path) -> tuple[int, int] | None:

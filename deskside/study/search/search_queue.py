@@ -98,6 +98,8 @@ class SearchQueue:
         self._failures = 0  # in a row
         self.on_change: Callable[[], None] = lambda: None  # is called when a trial is given out or has ended
         runner.display.remaining_time = _TimeLeft(spent, 3600 * plan.hours)
+        runner.display.trials = plan.max_trials
+        runner.display.name_of = lambda arm, _: f"trial {trial_number(arm)}"
         self.catch_up()
 
     def catch_up(self) -> None:
@@ -246,7 +248,6 @@ class SearchQueue:
         arms.append(arm)
         self._runner.plan.forecasts[arm.id] = self._plan.trial_seconds + self.setup_seconds
         self._runner.folder.write(self._runner.plan)
-        self._runner.display.trials = len(arms)
         return arm
 
     def _repeat(self, key: int, first: int, now: float) -> None:
