@@ -73,7 +73,7 @@ class GoOptions(JsonOption):
         metavar="BPB",
     )
     own_corpus: bool = option(
-        "regularise for reading a small corpus many times: more weight decay, the best checkpoint kept", False
+        "regularize for reading a small corpus many times: more weight decay, the best checkpoint kept", False
     )
     name: str | None = option(
         "run directory under --runs; default: the preset's name, or go", None, metavar="NAME"
@@ -161,7 +161,7 @@ def _create_pipeline(options: GoOptions, given: dict[str, Any], argv: Sequence[s
     if len(lengths) > 1:
         raise UsageError("--steps and --tokens: the run can have one length only; give one of them")
     for name, value in lengths.items():
-        check_length(name, value)
+        check_length(name, str(value))
     if lengths and options.preset is None:
         raise UsageError(f"--{next(iter(lengths))}: needs a model; add --preset, or leave it out")
     if "path" in given.get("data", {}) or "sources" in given.get("data", {}):

@@ -69,7 +69,7 @@ class PlanOptions(PlanQuestion, JsonOption):
         metavar="N",
     )
     own_corpus: bool = option(
-        "regularise for reading a small corpus many times: more weight decay, the best checkpoint kept", False
+        "regularize for reading a small corpus many times: more weight decay, the best checkpoint kept", False
     )
     price_kwh: float | None = option("dollars per kWh", None, metavar="X")
     rent_per_hour: float | None = option("dollars per hour of renting such a GPU", None, metavar="Y")

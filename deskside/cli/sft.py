@@ -29,7 +29,7 @@ class SftOptions(FinetuneOptions):
       {"role": "assistant", "content": "..."}]}, with "tools", "tool_calls" and
     "reasoning_content" if the model's chat template writes them. Records of
     ShareGPT ("conversations") and Alpaca ("instruction", "output") are
-    recognised.
+    recognized.
     """
 
 

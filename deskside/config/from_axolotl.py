@@ -139,11 +139,11 @@ def _sources(imported: Imported, key: str, dataset: Any) -> list[str]:
             f"{key}.type", kind, "for plain text, use deskside data prepare and deskside train --init"
         )
     elif str(kind).split(".")[0] not in RECOGNISED:
-        imported.lack(f"{key}.type", kind, "formats are recognised by their fields; look at the data")
+        imported.lack(f"{key}.type", kind, "formats are recognized by their fields; look at the data")
     for known in ("ds_type", "conversation", "field_messages", "message_property_mappings", "roles_to_train"):
         if known in rest and rest[known] not in (None, ["assistant"], "messages", "conversations"):
             imported.lack(
-                f"{key}.{known}", rest[known], "formats are recognised by their fields; look at the data"
+                f"{key}.{known}", rest[known], "formats are recognized by their fields; look at the data"
             )
         rest.pop(known, None)
     for name, value in rest.items():

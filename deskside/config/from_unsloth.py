@@ -14,7 +14,7 @@ from deskside.config.imported import (
 )
 
 SAME = {
-    "data.format_type": "formats are recognised by their fields",
+    "data.format_type": "formats are recognized by their fields",
     "training.packing": "conversations are packed into rows, and do not see each other",
     "lora.finetune_language_layers": "the language model is what trains",
     "lora.finetune_attention_modules": "adapter.targets says it",

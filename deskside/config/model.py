@@ -115,7 +115,7 @@ class ModelConfig(Part):
         None, description="attention scores become cap * tanh(scores / cap)"
     )
     attention_sinks: bool = Field(
-        False, description="a learnt score per head takes part in the softmax (gpt-oss)"
+        False, description="a learned score per head takes part in the softmax (gpt-oss)"
     )
     residual_multiplier: PositiveFloat = Field(
         1.0, description="factor of the output of every sublayer (Granite)"

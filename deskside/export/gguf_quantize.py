@@ -40,7 +40,7 @@ def check_quantizer() -> None:
         import llama_cpp  # noqa: F401
     except ModuleNotFoundError:
         raise UsageError(
-            f"--dtype {', '.join(QUANTIZED)}: need llama.cpp's quantiser; install it: pip install "
+            f"--dtype {', '.join(QUANTIZED)}: need llama.cpp's quantizer; install it: pip install "
             "'deskside[llama-cpp]' (builds it with cmake, some minutes)"
         ) from None
 

@@ -221,14 +221,14 @@ class Optimizer:
         ):
             if names:
                 raise RunError(
-                    f"the optimiser state {problem} '{min(names)}' ({len(names)} in all); is it of another model?"
+                    f"the optimizer state {problem} '{min(names)}' ({len(names)} in all); is it of another model?"
                 )
         with torch.no_grad():
             for key, tensor in current.items():
                 loaded = tensors[key]
                 if loaded.shape != tensor.shape or loaded.dtype != tensor.dtype:
                     raise RunError(
-                        f"optimiser state '{key}' is {loaded.dtype} {tuple(loaded.shape)}, "
+                        f"optimizer state '{key}' is {loaded.dtype} {tuple(loaded.shape)}, "
                         f"this model needs {tensor.dtype} {tuple(tensor.shape)}"
                     )
                 kind, _, name = key.partition("/")

@@ -72,7 +72,7 @@ def classify_parameters(model: nn.Module) -> list[ParameterInfo]:
             infos.append(ParameterInfo(clean_name(name), parameter, role, slices if role == "matrix" else ()))
         else:
             raise UsageError(
-                f"parameter '{name}' {tuple(parameter.shape)} has no role for the optimiser; "
+                f"parameter '{name}' {tuple(parameter.shape)} has no role for the optimizer; "
                 "give its module a `role` (matrix, head, embedding or position), or freeze it"
             )
     return infos

@@ -259,7 +259,7 @@ def draw_front(results: Results, group: Group, front: Front) -> Plot | str:
     caption = (
         f"Filled squares: no other arm is as good in all of {names.replace(' x ', ', ')} and better in one."
         f"{f' The front also weighs {other_metrics}, which is not drawn.' if other_metrics else ''}"
-        f"{' Grey diamonds: the intervals leave open whether they are on it.' if front.unclear else ''}"
+        f"{' Gray diamonds: the intervals leave open whether they are on it.' if front.unclear else ''}"
         f" Crosses: intervals over seeds ({seeds_text([p.arm for p in data.points], x_key)}).{_clipped_note(data)}"
         f"{' Arms marked emulated do not have the speed of hardware with the format.' if emulated else ''}"
         " All values are measured."

@@ -51,7 +51,7 @@ def draw(record: RunRecord, folder: Path) -> list[Image]:
     figure.supylabel("bits per byte of text", fontsize=10.5)
     save(figure, path)
     left_out = len(curves) - len(shown)
-    caption = f"{title}, lower is better; in grey the other languages. The number is the last evaluation."
+    caption = f"{title}, lower is better; in gray the other languages. The number is the last evaluation."
     if left_out:
         caption += f" {left_out} more languages are in the table only."
     return [Image(path, title, f"{caption} All values are measured.")]

@@ -3,7 +3,7 @@
     python -m tests.serve.api_table     prints them
 
 OpenAI's fields and endpoints are those of its official client. What the server does with each comes from the server's
-own types: fields of the classes of field_lists.py have no effect or are refused, the others are honoured.
+own types: fields of the classes of field_lists.py have no effect or are refused, the others are honored.
 """
 
 import re
@@ -64,7 +64,7 @@ def verdict(model: type[BaseModel], field: str) -> str:
         allowed = [value for value in _literals(model.model_fields[field].annotation) if value is not False]
         but = f", but for {' and '.join(map(str, allowed))}" if allowed else ""
         return f"refused{but}" + (f": {REMEDIES[field]}" if field in REMEDIES else "")
-    return "honoured"
+    return "honored"
 
 
 def is_refused(model: type[BaseModel], field: str) -> bool:
@@ -89,7 +89,7 @@ def field_tables() -> str:
             for name, field in model.model_fields.items()
             if (field.alias or name) not in known and name not in INEFFECTIVE and not is_refused(model, name)
         )
-        rows += [f"| `{field}` | honoured; not OpenAI's |" for field in own]
+        rows += [f"| `{field}` | honored; not OpenAI's |" for field in own]
         parts.append("\n".join([f"**{path}**", "", "| Field | |", "| --- | --- |", *rows]))
     return "\n\n".join(parts)
 
@@ -118,7 +118,7 @@ def endpoint_table(served: set[tuple[str, str]]) -> str:
     for method, path in theirs:
         answered = any(method == m and re.fullmatch(p, path) for m, p in served)
         rows.append(
-            f"| {method} {path} | {'honoured' if answered else 'HTTP 404 or 405: nothing is stored'} |"
+            f"| {method} {path} | {'honored' if answered else 'HTTP 404 or 405: nothing is stored'} |"
         )
     own = sorted((m, p) for m, p in served if not any(m == t and re.fullmatch(p, path) for t, path in theirs))
     rows += [f"| {method} {path} | not OpenAI's |" for method, path in own]

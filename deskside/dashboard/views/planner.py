@@ -258,7 +258,7 @@ def _draw_accuracy(context: Context) -> None:
         else ""
     )
     st.caption(
-        f"Grey: within {percent(GOOD, 0)} of the prediction. Lines: the prediction's range, if it has one.{left_out}"
+        f"Gray: within {percent(GOOD, 0)} of the prediction. Lines: the prediction's range, if it has one.{left_out}"
     )
     # The number of predictions is not in the label, because the expander would fold when it changes.
     with st.expander("all predictions as a table"):

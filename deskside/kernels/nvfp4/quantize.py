@@ -226,7 +226,7 @@ def _check(x_NK: Tensor, operand: Operand, along: Along, signs: Tensor | None) -
         )
     if x_NK.dim() != 2 or not x_NK.is_contiguous() or x_NK.dtype not in (torch.bfloat16, torch.float32):
         raise UsageError(
-            "the NVFP4 quantiser takes a contiguous matrix in bfloat16 or float32; "
+            "the NVFP4 quantizer takes a contiguous matrix in bfloat16 or float32; "
             f"this is {tuple(x_NK.shape)} {x_NK.dtype} with strides {x_NK.stride()}"
         )
     check_operand(operand)
