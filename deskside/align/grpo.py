@@ -62,6 +62,7 @@ from deskside.model.transformer import Transformer
 from deskside.train.objective import Batches, Evaluation, Loss, RowDataset, Session
 from deskside.train.prepare.preflight import EVALUATE_SHARE, REPORT_SHARE, SAMPLE_SHARE
 from deskside.utils.errors import OutsideError, RunError, UsageError
+from deskside.utils.format import plural
 
 REFERENCE = "reference.safetensors"  # file in the run directory with the initial weights, for align.kl
 METRICS: tuple[str, ...] = (
@@ -111,9 +112,8 @@ class Grpo(AlignObjective):
         for questions in self.datasets.values():
             if questions.left_out:
                 session.say(
-                    f"{questions.split}: {questions.left_out:,} questions do not fit into a row of "
-                    f"{questions.sequence_length} tokens with an answer of {self.options.answer_tokens}; they are left "
-                    "out"
+                    f"{questions.split}: {plural(questions.left_out, 'question')} too long for a row of "
+                    f"{questions.sequence_length} tokens with an answer of {self.options.answer_tokens}; left out"
                 )
         self._keep_user_file(session, "reward", self.reward.file)
         self._keep_user_file(session, "tools", None if self.tools is None else self.tools.file)

@@ -188,7 +188,7 @@ def prepare_folder(
             if not split_items:
                 why = f" ({log.summary()})" if log.total else "; give more, or held-out ones with --align.val"
                 option = "--align.val" if name == "val" and spec.val_sources else "--data"
-                raise UsageError(f"{option}: no {noun} is left for the {name} split{why}")
+                raise UsageError(f"{option}: no usable {noun}s for the {name} split{why}")
             file, facts = write(new, name, [item.value for item in split_items])
             splits[name] = {"file": file, "checksum": fingerprint(new / file)[1], **facts}
         write_samples(new, [item.sample for item in val if item.sample][:SAMPLES])

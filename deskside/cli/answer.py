@@ -17,7 +17,7 @@ from deskside.run.validation import (
     validation_share,
     validation_text,
 )
-from deskside.utils.format import count, elapsed
+from deskside.utils.format import count, elapsed, plural
 from deskside.utils.printer import Printer
 
 NO_FILES: Mapping[str, Path] = MappingProxyType({})
@@ -134,7 +134,7 @@ def _print_finetuned(run: RunDirectory, objective: str, summary: dict[str, Any],
     printer.fields([("held out", held_out), ("speed", speed(summary))])
     print_answer(
         printer,
-        f"{summary['steps']:,} steps in {elapsed(summary['seconds'])} on {count(summary['tokens'])} tokens: "
+        f"{plural(summary['steps'], 'step')} in {elapsed(summary['seconds'])} on {count(summary['tokens'])} tokens: "
         f"{held_out}.",
         {"run": run.path, "report": page},
         f"chat {path}",

@@ -190,7 +190,7 @@ def _prepare(options: PrepareOptions) -> int:
     text = f"{count(report.tokens['train'])} training tokens, vocabulary {report.vocab_size:,}: "
     text += f"{plural(report.made, 'shard')} made{kept} in {elapsed(report.seconds)}."
     if report.tokens["train"] < _SMALL_CORPUS:
-        text += " A run reads so few tokens many times; --own-corpus regularises it."
+        text += " A run reads so few tokens many times; --own-corpus regularizes it."
     print_answer(printer, text, {"data": Path(report.out)}, *_next_commands(report, options))
     return 0
 
@@ -225,10 +225,10 @@ def _print_left_out(
     ]
     if ignored:
         lines.append(
-            f"not read: {ignored['count']:,} files of other types, for example {', '.join(ignored['first'])}"
+            f"not read: {plural(ignored['count'], 'file')} of other types, for example {', '.join(ignored['first'])}"
         )
     if duplicates:
-        lines.append(f"left out of train: {duplicates:,} documents that are also in the validation sources")
+        lines.append(f"left out of train: {plural(duplicates, 'document')} also in the validation sources")
     for line in lines:
         printer.text(line, "attention", hanging=2)
 

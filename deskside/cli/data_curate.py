@@ -151,9 +151,7 @@ def _print(out: str, report: dict[str, Any]) -> None:
         line = f"not read: {entry['count']:,} x {reason}, for example {', '.join(entry['first'])}"
         printer.text(line, "attention", hanging=2)
     if ignored := report["ignored_files"]:
-        line = (
-            f"not read: {ignored['count']:,} files of other types, for example {', '.join(ignored['first'])}"
-        )
+        line = f"not read: {plural(ignored['count'], 'file')} of other types, for example {', '.join(ignored['first'])}"
         printer.text(line, "attention", hanging=2)
     if short := report["evaluation_items_too_short"]:
         line = f"not looked for: {sum(short.values()):,} evaluation items with fewer than 8 words"

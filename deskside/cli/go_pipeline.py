@@ -24,7 +24,7 @@ from deskside.run.directory import RunDirectory, with_resolved_paths
 from deskside.train.prepare.preflight import set_cublas_workspace
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.format import end_time
+from deskside.utils.format import end_time, plural
 from deskside.utils.machine import this_machine
 from deskside.utils.signals import exit_code
 
@@ -76,7 +76,8 @@ class Pipeline:
         seconds = phases.doctor_allowance(self.state.hours, machine) - self.state.seconds_spent()
         result = phases.doctor(machine, seconds, self.say)
         self.state.set_result("doctor", result)
-        self.say(f"doctor: {result['status']}: {result['reason']}")
+        status = "" if result["status"] == "fit" else f"{result['status']}: "
+        self.say(f"doctor: {status}{result['reason']}")
         if result["status"] == "unfit":
             raise RunError(f"training cannot work here: {result['reason']}; see deskside doctor")
 
@@ -88,7 +89,9 @@ class Pipeline:
         if result["status"] == "skipped":
             self.say(f"probe: skipped: {result['reason']}")
         else:
-            self.say(f"probe: {result['measured']} points measured now, {result['stored']} from before")
+            self.say(
+                f"probe: {plural(result['measured'], 'point')} measured now, {result['stored']} from before"
+            )
 
     def plan(self) -> None:
         result = self._make_plan()

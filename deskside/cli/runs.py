@@ -39,7 +39,7 @@ class RunsOptions(JsonOption):
         positional=True,
     )
     trials: bool = option("also list the runs of studies and searches", False)
-    limit: int = option("list at most so many; 0: all", DEFAULT_LIMIT, metavar="N")
+    limit: int = option("list at most this many; 0: all", DEFAULT_LIMIT, metavar="N")
 
 
 COMMAND = Command("runs", RunsOptions)
@@ -71,7 +71,8 @@ def _list(root: Path, options: RunsOptions) -> int:
     for path, problem in result.problems:
         printer.text(f"{path}: {problem}", "attention")
     if not rows:
-        printer.text(f"There are no runs below {root}. The first one: deskside go --preset demo --hours 0.05")
+        where = "in this folder" if root == Path() else f"below {root}"
+        printer.text(f"There are no runs {where}. The first one: deskside go --preset demo --hours 0.05")
         return 0
     cells = []
     for row in shown:

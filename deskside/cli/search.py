@@ -79,7 +79,7 @@ class SearchOptions(JsonOption):
     minutes_per_trial: Annotated[float | None, MINUTES] = option(
         "training time of a trial; default: so that enough trials fit", None, metavar="M"
     )
-    trials: int | None = option("at most so many trials", None, metavar="N")
+    trials: int | None = option("at most this many trials", None, metavar="N")
     seeds: int = option("fresh seeds of the confirmation", 3, metavar="K")
     proxy: Literal["auto", "none"] = option(
         "auto: short trials train a smaller model; none: the whole one", "auto"

@@ -33,6 +33,7 @@ from deskside.run.directory import RunDirectory
 from deskside.train.prepare.preflight import check_start, set_cublas_workspace
 from deskside.utils.console import say
 from deskside.utils.errors import UsageError
+from deskside.utils.format import plural
 from deskside.utils.hub import short_name, with_revision
 from deskside.utils.quick_start import create_cuda_context, quick_imports
 
@@ -393,7 +394,7 @@ def _print_dry_run(config: RunConfig, as_json: bool) -> int:
     ]
     printer.table(columns, cells, "l" + "r" * (len(columns) - 1))
     if steps:
-        printer.text(f"{steps:,} steps of {round(tokens / steps):,} tokens: {tokens:,} tokens")
+        printer.text(f"{plural(steps, 'step')} of {round(tokens / steps):,} tokens: {tokens:,} tokens")
     elif length is not None:
         unknown = "data" if length.unit == "epochs" else "speed measured when the run starts"
         printer.text(f"length {length}: the steps depend on the {unknown}")

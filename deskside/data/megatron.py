@@ -29,6 +29,7 @@ from deskside.data.reading.index import Dtype, SplitInfo, read_index
 from deskside.data.reading.shards import open_table, open_tokens
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import create_folder, replace_atomically, write_atomically
+from deskside.utils.format import plural
 
 MAGIC = b"MMIDIDX\0\0"
 TYPES = {"uint16": ("<u2", 8), "uint32": ("<i4", 4)}  # dtype of our shards -> that of .bin, and its code
@@ -100,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     try:
         for name, (documents, tokens) in convert(options.data, options.out).items():
-            print(f"{options.out / name}.bin, .idx: {documents:,} documents, {tokens:,} tokens")
+            print(f"{options.out / name}.bin, .idx: {plural(documents, 'document')}, {tokens:,} tokens")
     except (UsageError, RunError) as error:
         print(f"deskside: {error}", file=sys.stderr)
         return error.exit_code

@@ -232,6 +232,17 @@ def library_versions() -> dict[str, str | None]:
     return {library.package: package_version(library.package) for library in LIBRARIES}
 
 
+# Groups of checks -> what they check.
+NOUNS = {
+    "matmul": "matrix products",
+    "precision": "precision recipes",
+    "memory": "memory",
+    "attention": "attention",
+    "training": "a training step",
+    "libraries": "libraries",
+}
+
+
 def run_all(checks: Sequence[Check], say: Say, deadline: float = math.inf) -> list[dict[str, Any]]:
     """Run the checks and return their results in the same order: {"id", "group", "name", "verdict", "reason", ...}.
 
@@ -249,7 +260,11 @@ def run_all(checks: Sequence[Check], say: Say, deadline: float = math.inf) -> li
         batch = [check]
         if check.child:
             batch = [c for c in checks if c.child == check.child and c.precomputed_result is None]
-        text = f"{finished + 1} of {len(checks)}: {', '.join(c.name for c in batch)}"
+        *most, last = dict.fromkeys(NOUNS[c.group] for c in batch)
+        kinds = f"{', '.join(most)} and {last}" if most else last
+        text = f"{finished + 1} of {len(checks)}: checking {kinds}"
+        if len({c.group for c in batch}) == 1:
+            text += f" ({', '.join(c.name for c in batch)})"
         if finished:
             left = (time.monotonic() - began) / finished * (len(checks) - finished)
             text += f"; about {elapsed(round(left))} left"

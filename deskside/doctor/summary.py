@@ -47,20 +47,17 @@ def show(report: Mapping[str, Any], printer: Printer) -> None:
         _show_power(report["power"], printer)
     kept = report.get("kept_trials") or {"number": 0}
     if kept["number"]:
-        note = (
-            f"{kept['number']} results of trials are kept in {kept['folder']}; see deskside doctor --trials"
-        )
+        results = plural(kept["number"], "result")
+        note = f"{results} of trials kept in {kept['folder']}; see deskside doctor --trials"
         printer.text(note, "quiet")
     if report["use"]:
         printer.heading("Use on this machine")
         printer.fields([(choice["what"], _choice(choice)) for choice in report["use"]], indent=1)
-    printer.heading("Fix, most important first")
+    printer.heading("Fix, most important first" if report["fix"] else "Nothing to fix")
     for number, fix in enumerate(report["fix"], 1):
         severity = Text(f"{number}. ") + Text(f"{fix['severity']}: ", SEVERITIES[fix["severity"]])
         printer.text(severity + Text(fix["problem"]), indent=1, hanging=3)
         printer.text(fix["remedy"], "command", indent=4)
-    if not report["fix"]:
-        printer.text(" nothing")
     _show_answer(report, printer)
 
 
@@ -199,7 +196,7 @@ def _reasons(checks: Sequence[Mapping[str, Any]]) -> Iterator[Text]:
     for why, names in emulated.items():
         yield Text(f"emulated, {why}: {', '.join(names)}", "quiet")
     for reason, names in declared.items():
-        yield Text(f"attention, {reason}: {', '.join(dict.fromkeys(names))}", "quiet")
+        yield Text(f"{', '.join(dict.fromkeys(names))}: {reason}", "quiet")
 
 
 def _show_power(power: Mapping[str, Any] | None, printer: Printer) -> None:

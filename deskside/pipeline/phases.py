@@ -82,7 +82,7 @@ def doctor(machine: Machine, seconds: float, say: Say) -> Result:
             f"it did not finish within {seconds:.0f} s because the machine is busy; run deskside doctor later"
         )
     num_working = sum(check["verdict"] == "works" for check in report["checks"])
-    summary = f"{num_working} of {len(report['checks'])} checks work"
+    summary = f"{num_working} of {len(report['checks'])} checks passed"
     for fix in report["fix"][:1]:
         summary += f"; fix first: {fix['problem']} ({fix['remedy']})"
     return {
@@ -215,7 +215,8 @@ def plan(request: PipelineRequest, pretrain_seconds: float) -> tuple[Result, Pla
         return {**skipped(str(error)), "config": preset_config(request)}, None
     best = full_plan.best
     if full_plan.verdict == "no" or best is None:
-        raise RunError(f"the planner's verdict is no: {'; '.join(full_plan.reasons)}")
+        against = [reason for reason in full_plan.reasons if not reason.startswith("it fits: ")]
+        raise RunError("; ".join(against))
     if request.length is not None and best.candidate.seconds[1] > pretrain_seconds:
         needed = duration(best.candidate.seconds[1])
         raise RunError(

@@ -67,7 +67,7 @@ def task(plan: Plan, runs: str | None, wheel: str | None) -> dict[str, Any]:
         raise UsageError("--cloud: there is nothing to carry out, because the plan's answer is no")
     if runs is not None and not (runs.startswith(BUCKETS) and runs.partition("://")[2].strip("/")):
         raise UsageError(
-            f"--cloud-runs {runs}: is no URL of a bucket, such as s3://BUCKET ({', '.join(BUCKETS)})"
+            f"--cloud-runs {runs}: is not a bucket URL, such as s3://BUCKET ({', '.join(BUCKETS)})"
         )
     if band.preset.endswith(".toml"):
         raise UsageError(

@@ -6,7 +6,7 @@ from deskside.budget.shape import num_params
 from deskside.plan.candidates import takes_all_hours
 from deskside.plan.request import PlanRequest
 from deskside.plan.result import Plan, PlannedBand
-from deskside.utils.format import GIB, count, dollars, duration, gib, number
+from deskside.utils.format import GIB, bits_per_byte, count, dollars, duration, gib, number
 
 # First letters of abbreviations whose names begin with a vowel sound: an RTX, an H100, but a GTX, a T4.
 VOWEL_LETTERS = "AEFHILMNORSX"
@@ -27,7 +27,7 @@ def headline(plan: Plan) -> str:
         trains = "trains" if request.pretrains else "is fine-tuned"
         text = f"{what} {trains} on {tokens} in {duration(best.candidate.seconds[1])}"
     if request.pretrains:
-        text += f" to about {best.loss[1]:.2f} bits per byte"
+        text += f" to about {bits_per_byte(best.loss[1])} bits per byte"
     text = f"{_on(request)}, {text}, using {_uses(best, request.gpus)}"
     return text if plan.verdict == "yes" else f"Yes, if changed as below: {text[0].lower()}{text[1:]}"
 
@@ -40,7 +40,7 @@ def _not_possible(plan: Plan) -> str:
     where = _on(request)[0].lower() + _on(request)[1:]
     if asked.fits == "no":
         needed = gib(asked.memory_bytes[1])
-        return f"{where}, {model} model needs {needed} as requested, and {gib(asked.capacity)} are there"
+        return f"{where}, {model} model needs {needed} as requested, but only {gib(asked.capacity)} are available"
     return f"{where}, {model} model cannot be trained in this budget"
 
 

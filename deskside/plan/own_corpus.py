@@ -99,8 +99,8 @@ def _choices(candidate: Candidate) -> dict[str, Any]:
 def too_large(weights: int, unique_tokens: int) -> str:
     """Return the warning about a model with more weights than the limit for the text."""
     return (
-        f"its {count(weights)} weights are more than {MAX_WEIGHTS_PER_TOKEN:g} for each token of the text, so it is "
-        f"likely to overfit; a smaller vocabulary or model has fewer (--model.vocab_size, --model.hidden_size)"
+        f"it has more than {MAX_WEIGHTS_PER_TOKEN:g} weights per token of text ({count(weights)} in all), so it is "
+        f"likely to overfit; use a smaller vocabulary or model (--model.vocab_size, --model.hidden_size)"
     )
 
 
@@ -116,7 +116,7 @@ def sentence(candidate: Candidate, unique_tokens: int, given: Mapping[str, Any])
         size += f"; larger models than {count(limit)} weights are left out, because "
         size += "they are likely to overfit and were not measured"
     if epochs <= MAX_EPOCHS:
-        return f"{read} by a model with {size}; up to {MAX_EPOCHS} times needs no regularisation"
+        return f"{read} by a model with {size}; up to {MAX_EPOCHS} times needs no regularization"
     chosen, config = _choices(candidate), candidate.shape.config
 
     def value(part: str, key: str) -> Any:
@@ -134,5 +134,5 @@ def sentence(candidate: Candidate, unique_tokens: int, given: Mapping[str, Any])
     if value("checkpoint", "keep_best"):
         measures.append("the best checkpoint is kept")
     return (
-        f"{read} by a model with {size}; {', '.join(measures) or 'your options turn off its regularisation'}"
+        f"{read} by a model with {size}; {', '.join(measures) or 'your options turn off its regularization'}"
     )

@@ -41,7 +41,7 @@ from deskside.plan.run_length import (
 from deskside.plan.setting import Setting, options, with_precision
 from deskside.plan.verdict import Answer, judge
 from deskside.utils.errors import UsageError
-from deskside.utils.format import count, duration, number, plural
+from deskside.utils.format import bits_per_byte, count, duration, number, plural
 
 MENTIONED_LOSS, MENTIONED_TIME = 0.99, 0.5  # shares up to which a smaller model for the text is mentioned
 NO_CLAIMS = Claims()
@@ -323,8 +323,8 @@ def _size_for_the_text(request: PlanRequest, candidate: Candidate) -> list[str]:
         return []  # neither better nor faster
     return [
         f"for this text, a plan without a given size takes {small.shape.preset} ({count(small.params)}): about "
-        f"{small.forecast[1]:.2f} bits per byte after {duration(small.seconds[1])}, where this model is expected at "
-        f"{candidate.forecast[1]:.2f} after {duration(seconds)} if it does not overfit"
+        f"{bits_per_byte(small.forecast[1])} bits per byte after {duration(small.seconds[1])}, where this model "
+        f"is expected at {bits_per_byte(candidate.forecast[1])} after {duration(seconds)} if it does not overfit"
     ]
 
 

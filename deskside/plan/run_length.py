@@ -16,7 +16,7 @@ MIN_STAGE_TOKENS = 256
 MIN_STEPS = 200  # the batch is chosen small enough for about this many steps
 MAX_SECONDS = 365 * 86400.0  # longer runs get the verdict "no"
 TOO_LONG = "that is more than a year of training: it needs more or faster cards, or a smaller goal"
-TOO_SMALL = "the budget is too small: a model learns nothing from so few tokens; give more of it"
+TOO_SMALL = "the budget is too small to learn anything; give more of it"
 # Seconds before the first step if not measured. On an H200 machine they were 20 to 48 s for one stage (docs/log.md); a
 # desktop's processor compiles more slowly, and three stages compile three times.
 SETUP_SECONDS = 90.0

@@ -41,7 +41,7 @@ from deskside.plan.run_length import (
     too_short,
 )
 from deskside.plan.setting import Setting, check_batch_divides, optim_options
-from deskside.utils.format import count, duration, gib
+from deskside.utils.format import count, duration, gib, gib_range
 
 Answer = Literal["yes", "yes-if", "no"]
 # A smaller model ends clearly better if the given model's loss above the law's limit is this multiple of its own.
@@ -142,10 +142,14 @@ def _check_memory(
     """Return (the run that is possible or None, the verdict based on memory only, the reasons)."""
     capacity, host_bytes = gib(request.card.memory_bytes), request.card.host_bytes
     low, expected, high = requested.memory_bytes
-    needs = f"{gib(expected)} ({gib(low)} to {gib(high)}) of {capacity}"
+    needs = f"{gib(expected)} ({gib_range(low, high)})"
     if requested.fits == "fits" and requested.fits_host(host_bytes):
-        return requested, "yes", [f"it fits: {needs}, {requested.setting.micro_tokens:,} tokens per pass"]
-    lacking = [f"as requested it needs {needs}"]
+        return (
+            requested,
+            "yes",
+            [f"it fits: {needs} of {capacity}, {requested.setting.micro_tokens:,} tokens per pass"],
+        )
+    lacking = [f"as requested, it needs {needs}; the card has {capacity}"]
     if not requested.fits_host(host_bytes):
         lacking.append(
             f"that is too much for the host: {host_memory_text(requested.setting.host_items(host_bytes), host_bytes)}"

@@ -171,8 +171,13 @@ def _size_and_time(record: RunRecord) -> list[KeyNumber]:
     clock = text(record.summary.get("clock")) or text(record.plan.get("clock"))
     numbers = [KeyNumber("parameters", count(size))] if size is not None else []
     if tokens is not None:
+        noun = "step" if steps == 1 else "steps"
         numbers.append(
-            KeyNumber("tokens", count(tokens), "" if steps is None else f"in {count(steps)} steps")
+            KeyNumber(
+                "tokens",
+                count(tokens),
+                "" if steps is None else f"in {count(steps)} {noun}",
+            )
         )
     if seconds is not None:
         numbers.append(KeyNumber("time", elapsed(seconds), CLOCKS.get(clock, clock)))

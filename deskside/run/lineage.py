@@ -15,13 +15,14 @@ from deskside.run.directory import resolve_path
 from deskside.run.record import MISSING, mapping, number, read_metrics, read_object
 from deskside.utils import hub
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.format import plural
 
 MAX_STAGES = 16
 OBJECTIVES = {
     None: "pretraining (next token)",
     "sft": "supervised fine-tuning on conversations",
-    "dpo": "direct preference optimisation",
-    "kto": "Kahneman-Tversky optimisation (KTO) on labelled answers",
+    "dpo": "direct preference optimization",
+    "kto": "Kahneman-Tversky optimization (KTO) on labelled answers",
     "grpo": "reinforcement learning from verifiable rewards (GRPO)",
 }
 FROM_SCRATCH = "random weights"
@@ -157,7 +158,7 @@ def _bundled_licences() -> dict[str, str]:
 def _energy(run_dir: Path, warn: Warn) -> EnergyUse | None:
     log = read_metrics(run_dir)
     if damaged := log.damaged + log.partial:
-        warn(f"{run_dir / 'metrics.jsonl'}: {damaged} damaged lines are not counted in the energy")
+        warn(f"{run_dir / 'metrics.jsonl'}: {plural(damaged, 'damaged line')} not counted in the energy")
     return energy_use(log.rows)
 
 

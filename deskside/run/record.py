@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deskside.utils.errors import UsageError
+from deskside.utils.format import plural
 from deskside.utils.parsing import Unreadable, json_value
 
 MAX_NUMBER = 1e200  # a larger value must be damage, and would overflow the arithmetic of a plot
@@ -57,7 +58,7 @@ class MetricsLog:
         """The problem with the file as one phrase for lists of runs, or the empty string."""
         if self.error and self.error != MISSING:
             return f"metrics.jsonl {self.error}"
-        return f"metrics.jsonl: {self.damaged} damaged lines were left out" if self.damaged else ""
+        return f"metrics.jsonl: {left_out_lines(self.damaged)}" if self.damaged else ""
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ def read_run(path: Path) -> RunRecord:
     if log.partial:
         problems.append("The last line of metrics.jsonl is incomplete and was left out.")
     if log.damaged:
-        problems.append(f"{log.damaged} damaged lines of metrics.jsonl were left out.")
+        problems.append(f"metrics.jsonl: {left_out_lines(log.damaged)}.")
     if not log.rows and not log.error:
         problems.append("metrics.jsonl has no logged step yet.")
     try:
@@ -243,6 +244,11 @@ def read_object(path: Path) -> tuple[dict[str, Any], str]:
     except Unreadable as error:
         return {}, f"is not valid JSON ({error})"
     return (value, "") if isinstance(value, dict) else ({}, "is not a JSON object")
+
+
+def left_out_lines(number: int) -> str:
+    """Return the phrase about damaged lines that were left out."""
+    return f"{plural(number, 'damaged line')} left out"
 
 
 def read_metrics(path: Path, tail: int | None = None, begin: int = 0) -> MetricsLog:

@@ -55,7 +55,7 @@ class Service:
         if name is not None and name not in self.names:
             raise ApiError(
                 404,
-                f"model: {name[:80]} is not served; served is {', '.join(self.names)}",
+                f"model: {name[:80]} is not served; this server serves {', '.join(self.names)}",
                 param="model",
                 code="model_not_found",
             )

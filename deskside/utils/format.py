@@ -4,6 +4,7 @@ Commands, reports and charts share these functions, so that one quantity is writ
 """
 
 import math
+import re
 from collections.abc import Sequence
 from datetime import datetime, timedelta
 
@@ -64,7 +65,8 @@ def tick_text(value: float) -> str:
 def plural(amount: int, noun: str) -> str:
     """Return an amount with its noun: `1 trial`, `2 trials`, `3 directories`, `2 searches`."""
     if amount != 1:
-        noun = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+        ending = "ies" if re.search("[^aeiou]y$", noun) else "es" if noun.endswith("ch") else "s"
+        noun = (noun[:-1] if ending == "ies" else noun) + ending
     return f"{amount:,} {noun}"
 
 
@@ -73,6 +75,17 @@ def gib(size: float) -> str:
     if abs(size) >= GIB - 2**19:  # from half a MiB below one GiB on, which would round to 1024 MiB
         return f"{size / GIB:.1f} GiB"
     return f"{size / 2**20:.0f} MiB"
+
+
+def gib_range(low: float, high: float) -> str:
+    """Return a range of sizes with the unit once, `12.3 to 14.0 GiB`, or twice if the units differ."""
+    (first, unit), last = gib(low).split(" "), gib(high)
+    return f"{first} to {last}" if last.endswith(unit) else f"{first} {unit} to {last}"
+
+
+def bits_per_byte(value: float) -> str:
+    """Return bits per byte with two decimals, as a reader rounds the three of tables (0.8748 is 0.875, and so 0.88)."""
+    return f"{math.floor(round(value, 3) * 100 + 0.5 + 1e-9) / 100:.2f}"
 
 
 def gib_digits(size: float) -> str:

@@ -220,5 +220,5 @@ def test_pairs_are_no_labelled_answers(
 ) -> None:
     pairs = tiny.jsonl(tmp_path / "pairs.jsonl", tiny.pairs(40))
     assert main(["kto", *tiny.command_line(base, pairs, tmp_path, "wrong")]) == 2
-    assert "no answer is left for the train split" in capsys.readouterr().err
+    assert "no usable answers for the train split" in capsys.readouterr().err
     assert not (tmp_path / "wrong").exists()

@@ -62,7 +62,7 @@ def test_unusable_held_out_pairs_are_not_replaced_by_a_share_of_the_others(tmp_p
     tokenizer = chat_tokenizer.make(tmp_path / "tokenizer")
     data = str(tiny.jsonl(tmp_path / "a.jsonl", tiny.pairs(60)))
     bad = str(tiny.jsonl(tmp_path / "b.jsonl", [{**tiny.pairs(1)[0], "prompt": 7}]))
-    with pytest.raises(UsageError, match=r"--align\.val: no pair is left for the val split.*b\.jsonl:1"):
+    with pytest.raises(UsageError, match=r"--align\.val: no usable pairs for the val split.*b\.jsonl:1"):
         prepare_pairs(FolderSpec("preference", (data,), (bad,)), tokenizer, tmp_path / "out")
 
 

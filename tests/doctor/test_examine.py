@@ -52,7 +52,7 @@ def test_table_of_a_card() -> None:
         "1.63 x eager",
         "not finite",
         "torch FP8 row: CUDA error: CUBLAS_STATUS_NOT_SUPPORTED",
-        "attention, has no sliding window: cudnn",
+        "cudnn: has no sliding window",
         "pip install bitsandbytes",
         "published for",
     ):

@@ -1,19 +1,23 @@
 """Formatted numbers have no exponent, use the largest fitting unit, and are at most half a percent off."""
 
 import re
+from decimal import ROUND_HALF_UP, Decimal
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from deskside.utils.format import (
+    GIB,
     UNKNOWN,
+    bits_per_byte,
     count,
     duration,
     elapsed,
     flops,
     gib,
     gib_digits,
+    gib_range,
     hours,
     number,
     percent,
@@ -113,10 +117,11 @@ def test_percentages_have_signs_and_ranges() -> None:
 
 
 def test_plurals() -> None:
-    assert [plural(n, noun) for n, noun in ((1, "trial"), (2, "trial"), (1200, "directory"))] == [
+    assert [plural(n, noun) for n, noun in ((1, "trial"), (2, "trial"), (1200, "directory"), (2, "key"))] == [
         "1 trial",
         "2 trials",
         "1,200 directories",
+        "2 keys",
     ]
 
 
@@ -135,3 +140,15 @@ def test_no_other_module_scales_numbers() -> None:
 @given(st.floats(1e-12, 1e10))
 def test_durations_have_no_exponent(seconds: float) -> None:
     assert "e-" not in duration(seconds) and "e+" not in duration(seconds)
+
+
+def test_a_loss_in_a_sentence_agrees_with_the_table() -> None:
+    for thousandths in range(600, 1300):
+        for value in (thousandths / 1000 - 4e-4, thousandths / 1000, thousandths / 1000 + 4e-4):
+            shown = Decimal(f"{value:.3f}").quantize(Decimal("0.01"), ROUND_HALF_UP)
+            assert bits_per_byte(value) == str(shown)
+
+
+def test_a_range_of_sizes_has_its_unit_once() -> None:
+    assert gib_range(23.5 * GIB, 28.5 * GIB) == "23.5 to 28.5 GiB"
+    assert gib_range(0.5 * GIB, 2 * GIB) == "512 MiB to 2.0 GiB"

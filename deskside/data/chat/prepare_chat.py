@@ -55,6 +55,7 @@ from deskside.data.reading.verify import verify
 from deskside.utils.console import say
 from deskside.utils.errors import UsageError
 from deskside.utils.files import TEMPORARY_SUFFIX, fingerprint, write_error
+from deskside.utils.format import plural
 from deskside.utils.progress import ProgressBar
 
 VERSION = 3  # of the prepared data; increase it when the same arguments give different content
@@ -63,7 +64,7 @@ DEFAULT_FRACTION = 0.02  # share of the conversations to hold out
 MIN_HELD_OUT = 32  # if there are few, a larger share is held out, at most 0.1, for about this many
 SAMPLES, SAMPLE_CHARACTERS = 4, 600  # number of sample conversations, and their maximum length
 SAMPLES_FILE = "samples.json"
-TOO_FEW = "there are too few"
+TOO_FEW, EMPTY_SOURCE = "there are too few", "the file is empty"
 NO_CONVERSATION, REFUSED = "no conversation", "the chat template cannot render it"
 MAX_REASONS = 30  # distinct reasons that are counted on their own
 
@@ -220,7 +221,9 @@ class _ChatPreparation:
 
             self._add_all(validation_items())
             if not held_out:
-                raise UsageError(f"--val: no conversation {self.logs['val'].why_nothing_is_usable(TOO_FEW)}")
+                raise UsageError(
+                    f"--val: no conversation {self.logs['val'].why_nothing_is_usable(EMPTY_SOURCE)}"
+                )
         with ProgressBar("render", count, "conversations", quiet=self.quiet) as bar:
 
             def divided_items() -> Iterator[tuple[str, _Item]]:
@@ -246,7 +249,9 @@ class _ChatPreparation:
         sample = EncoderSample()
         keys = self._add_to_sample(train, "train", sample)
         if not keys:
-            raise UsageError(f"--data: no conversation {self.logs['train'].why_nothing_is_usable(TOO_FEW)}")
+            raise UsageError(
+                f"--data: no conversation {self.logs['train'].why_nothing_is_usable(EMPTY_SOURCE)}"
+            )
         if len(keys) < MIN_PARALLEL_ITEMS:
             self.encoder = tokenizers_info("so few conversations take less time than a comparison")
         else:
@@ -351,7 +356,7 @@ class _ChatPreparation:
                     reason = f"{self.duplicates} are copies of held-out ones"
                 remedy = "give more" if self.spec.val_sources else "give more, or give --val"
                 raise UsageError(
-                    f"{option}: no usable conversation is left for the {name} split ({reason}); {remedy}"
+                    f"{option}: no usable conversations for the {name} split ({reason}); {remedy}"
                 )
         write_samples(self.out, self.samples)
         index = DatasetIndex(
@@ -389,7 +394,7 @@ def describe_data(index: DatasetIndex, say: Callable[[str], None]) -> None:
     train, val = index.splits["train"], index.splits["val"]
     learnt = index.chat.learnt_tokens
     say(
-        f"{train.documents:,} training conversations with {train.tokens:,} tokens in all, of which "
+        f"{plural(train.documents, 'training conversation')} with {train.tokens:,} tokens in all, of which "
         f"{learnt['train']:,} count in the loss; {val.documents:,} held out"
     )
     if index.chat.formats:
@@ -400,7 +405,7 @@ def describe_data(index: DatasetIndex, say: Callable[[str], None]) -> None:
             "would rewrite earlier turns, for example without their reasoning"
         )
     if index.chat.unlearnt_turns:
-        say(f"not learnt: {index.chat.unlearnt_turns:,} of the assistant's turns")
+        say(f"not learned: {index.chat.unlearnt_turns:,} of the assistant's turns")
     for reasons in index.bad_input.values():
         for reason, left in reasons.items():
             say(f"left out: {left['count']:,} x {reason}, first {left['first'][0]}")

@@ -21,7 +21,7 @@ from deskside.train.parallel import World, local_processes
 from deskside.train.prepare.batch_size_finder import StageWork
 from deskside.train.prepare.preflight import MARGIN, RECOMMENDED_STEPS, too_short
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.format import count, end_time, gib
+from deskside.utils.format import count, end_time, gib, plural
 from deskside.utils.host_memory import usable_bytes
 
 
@@ -102,7 +102,7 @@ def describe_work(
     what = f"a model of {count(num_params(config.model))} parameters"
     tokens = count(round(steps * mean_tokens(stages)))
     return (
-        f"{verb} {what} on {tokens} tokens in {'about ' if estimated else ''}{steps:,} steps; "
+        f"{verb} {what} on {tokens} tokens in {'about ' if estimated else ''}{plural(steps, 'step')}; "
         f"done {end_time(seconds)}"
     )
 

@@ -209,10 +209,10 @@ def test_damaged_or_missing_mask_is_detected(tmp_path: Path, tokenizer: Path) ->
 @pytest.mark.parametrize(
     "name, content, reason",
     [
-        ("a.jsonl", "", "--data: no conversation .there are too few."),
+        ("a.jsonl", "", "--data: no conversation .the file is empty."),
         ("a.jsonl", '{"text": "a"}\n', "JSON without the field, first .*a.jsonl:1"),
         ("a.txt", "hello", "is plain text; .*jsonl"),
-        ("a.jsonl", json.dumps({"messages": talk("a", "b")}), "conversation is left for the train split"),
+        ("a.jsonl", json.dumps({"messages": talk("a", "b")}), "conversations for the train split"),
     ],
 )
 def test_nothing_to_learn_from_is_one_line(
