@@ -169,7 +169,7 @@ def _facts(stage: RunStage) -> list[tuple[str, str]]:
         ("precision of the matrix products", f"{precision}{emulated}" if precision else UNKNOWN),
         ("share of the measured matmul peak", shown(summary.get("mfu"), "{:.1%}".format)),
         ("peak memory", shown(summary.get("peak_memory_gib"), "{:.2f} GiB".format)),
-        ("optimiser", f"{optim.get('name', UNKNOWN)}" + ("" if rate is None else f", lr {rate:g}")),
+        ("optimizer", f"{optim.get('name', UNKNOWN)}" + ("" if rate is None else f", lr {rate:g}")),
         ("schedule", str(schedule.get("name") or UNKNOWN)),
         ("sequence length", shown(batch.get("sequence_length"), "{:,.0f} tokens".format)),
         ("batch", shown(batch.get("tokens"), "{:,.0f} tokens a step".format)),

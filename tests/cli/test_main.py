@@ -354,7 +354,7 @@ def test_a_folder_that_cannot_be_is_wrong_usage(
         ("go demo --hours 0.1 --yes", "--preset demo?"),
         ("train wrong.toml --dry-run --steps 1", "wrong.toml: nme: "),
         ("train nested.toml --dry-run --steps 1", "nested.toml: optim.lrr: "),
-        ("data show nothere", "nothere: no such folder"),
+        ("data show nothere", "no such folder"),
         ("study studies/nothere --resume", "studies/nothere: no such folder"),
         ("data prepare few.jsonl --out data", "JSON that does not parse"),
         ("data prepare bundled:foo --out data", "Bundled: tiny_indic.jsonl, tiny_shakespeare.txt."),

@@ -72,7 +72,7 @@ def test_a_bare_run_has_nothing_made_up(made: MadeRun, tmp_path: Path) -> None:
         assert found[fact] == "not recorded", fact
     assert found["state"].startswith("not finished")
     assert found["parameters"] == f"{sum(p.numel() for p in made.model.parameters()):,}"
-    assert found["optimiser"].startswith("muon") and found["sequence length"] == "64 tokens"
+    assert found["optimizer"].startswith("muon") and found["sequence length"] == "64 tokens"
 
 
 def test_what_a_run_holds_is_in_it(made: MadeRun, tmp_path: Path) -> None:

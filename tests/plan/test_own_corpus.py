@@ -47,7 +47,7 @@ def test_few_epochs_are_not() -> None:
     many = 10**12
     plain, own = best(unique_tokens=many), best(unique_tokens=many, own_corpus=True)
     assert [band.config for band in plain.bands] == [band.config for band in own.bands]
-    assert "needs no regularisation" in " ".join(own.reasons)
+    assert "needs no regularization" in " ".join(own.reasons)
     assert all("keep_best" not in band.config.get("checkpoint", {}) for band in plain.bands)
 
 
