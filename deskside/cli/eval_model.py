@@ -354,7 +354,7 @@ def _print_tasks(printer: Printer, results: Sequence[TaskResult], core_result: C
         interval = f"{line['low']:.1%} to {line['high']:.1%}"
         rows.append([*_task_cells(result, f"{line['accuracy']:.1%}", interval), f"{line['centred']:.3f}"])
     if judged:
-        printer.table(["task", "right", "95 % interval", "items", "shots", "centred"], rows, "lrrrrr")
+        printer.table(["task", "right", "95 % interval", "items", "shots", "centered"], rows, "lrrrrr")
     if core_result is not None:
         interval = f"{core_result.low:.4f} to {core_result.high:.4f}, 95 %"
         of = f"the mean of {len(core_result.tasks)} of the {CORE_TASKS} tasks"

@@ -138,7 +138,7 @@ def state(run: Path) -> dict[str, Any]:
         (["--hours", "1", "--data", "x", "--steps", "5"], "--steps: needs a model"),
         (
             ["--hours", "1", "--preset", "demo", "--steps", "few"],
-            "schedule.length: 'few steps' is not a duration",
+            "--steps few: ",
         ),
         (["--resume", "x", "--tokens", "5M"], "--resume uses the options"),
         (
