@@ -310,7 +310,7 @@ class _Curation:
         with (
             _UnreadableLog(self.options.reading.on_bad, self.out / UNREADABLE) as log,
             Calls(pool) as calls,
-            ProgressBar("analyse", None, "MB", quiet=self.options.reading.quiet) as bar,
+            ProgressBar("analyze", None, "MB", quiet=self.options.reading.quiet) as bar,
         ):
             for batch in self._batches(log):
                 part = self.out / WORK / f"part-{batch.number:05d}.npz"

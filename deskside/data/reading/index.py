@@ -172,8 +172,8 @@ def read_index(directory: Path) -> DatasetIndex:
             if unfinished
             else "make one with `deskside data prepare SOURCE... --out DIR`"
         )
-        what = f"not a prepared data set (no {INDEX})" if directory.exists() else "no such folder"
-        raise UsageError(f"{directory}: {what}; {remedy}.")
+        missing = f"no {INDEX}" if directory.exists() else "there is no such folder"
+        raise UsageError(f"{directory}: not a prepared data set ({missing}); {remedy}.")
     try:
         data = json_value(path.read_bytes())
         if (kind := data.get("kind")) in DATA_NOUNS:  # written by align/prepared.py
