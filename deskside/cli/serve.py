@@ -142,10 +142,10 @@ def _adapters(options: ServeOptions) -> "dict[str, PeftAdapters]":
             raise UsageError(f"--adapter {given}: write NAME=DIR, such as polite=adapters/polite")
         if name in adapters:
             raise UsageError(f"--adapter {given}: there are two adapters with this name; rename one of them")
-        path = hub.find(folder).folder
-        if not path.is_dir():
-            raise UsageError(f"--adapter {given}: {folder} is not a folder; give one with adapters of PEFT")
-        adapters[name] = read_peft(path)
+        try:
+            adapters[name] = read_peft(hub.find(folder).folder)
+        except UsageError as error:
+            raise UsageError(f"--adapter {given}: {error}") from None
     return adapters
 
 

@@ -70,6 +70,9 @@ def is_peft(folder: Path) -> bool:
 def read_peft_config(folder: Path) -> PeftConfig:
     """Read adapter_config.json. Raises UsageError for what is not supported, RunError for a damaged file."""
     path = folder / CONFIG
+    if not path.is_file():
+        problem = f"holds no adapters (no {CONFIG})" if folder.is_dir() else "no such folder"
+        raise UsageError(f"{folder}: {problem}; give a directory of PEFT adapters")
     content = read_json_object(path)
     if content.get("peft_type") != "LORA":
         raise UsageError(

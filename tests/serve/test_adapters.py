@@ -73,7 +73,8 @@ def test_requests_choose_an_adapter_by_name(folders: dict[str, Path]) -> None:
         (["=lora"], r"write NAME=DIR"),
         (["a={lora}", "a={dora}"], r"two adapters with this name"),
         (["base={lora}"], r"--adapter base: is the name of the model"),
-        (["a={base}"], r"adapter_config.json"),
+        (["a={base}"], r"^--adapter a=.*adapter_config.json"),
+        (["a=nothere"], "^--adapter a=nothere: nothere: no such folder"),
     ],
 )
 def test_the_command_refuses(given: list[str], message: str, folders: dict[str, Path]) -> None:
