@@ -119,10 +119,10 @@ def _changed_files(old: Mapping[str, object], new: Mapping[str, object]) -> str:
     """Describe how the files of the sources differ: how many, and the first of each kind."""
     kinds = {
         "new": [name for name in new if name not in old],
-        "missing now": [name for name in old if name not in new],
+        "missing": [name for name in old if name not in new],
         "changed": [name for name in new if name in old and old[name] != new[name]],
     }
-    texts = [f"{plural(len(names), 'file')} {kind} ({names[0]})" for kind, names in kinds.items() if names]
+    texts = [f"{plural(len(names), kind + ' file')} ({names[0]})" for kind, names in kinds.items() if names]
     return ", ".join(texts) or "in another order"
 
 

@@ -205,7 +205,7 @@ def test_repeating_keeps_all_shards_and_refuses_other_arguments(corpus: Path, tm
         prepare([str(corpus)], out, CorpusOptions(**{**SMALL, "vocab_size": 500}))
     with corpus.open("a") as file:
         file.write('{"text": "more"}\n')
-    with pytest.raises(UsageError, match="other arguments"):
+    with pytest.raises(UsageError, match=rf"other arguments \(sources: 1 changed file \({corpus.name}\)\)"):
         prepare([str(corpus)], out, CorpusOptions(**SMALL))
     assert files_of(out) == before
     assert (
