@@ -281,9 +281,8 @@ def prepare_execution(
     mode = execution_mode(config, recipe, world.device)
     if config.compute.cuda_graph == "on":
         check_execution(world.device, mode)
-    create_cuda_context_for_autograd(
-        world.device
-    )  # nothing else has, if all checks were kept from earlier runs
+    # Nothing else has created it, if all checks were kept from earlier runs.
+    create_cuda_context_for_autograd(world.device)
     if mode == "fused" and world.device.type == "cuda":
         check_block_once(model, world.device, cache)
     cache_weights = config.precision.weight_cache and not world.sharded
