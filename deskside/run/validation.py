@@ -1,4 +1,4 @@
-"""What a run's validation result means: the part of the text that it is of, and the baselines that it does not reach.
+"""The meaning of a run's validation loss: the part of the text that was scored, and the baselines that it misses.
 
 The terminal, the report and the dashboard say it in these words.
 """

@@ -1,4 +1,4 @@
-"""What a run refuses before it has built anything, and runs that a program starts, such as a notebook."""
+"""Runs that are refused before anything is built, and runs that a program starts, such as a notebook."""
 
 import time
 from dataclasses import dataclass

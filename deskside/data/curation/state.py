@@ -43,7 +43,7 @@ class Sample(Part):
 
 
 class WrittenBatch(Part):
-    """What was written of a batch of documents.
+    """Record of a batch of documents that was written.
 
     key: checksum of the batch and of all text. files: size and checksum of each. counts: documents and bytes of text by
     "kept" or the reason, and by label. samples: the first removed documents, by reason.

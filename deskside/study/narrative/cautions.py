@@ -1,4 +1,4 @@
-"""What a reader of a study must know before the numbers: overfitting, and GPUs that other processes used."""
+"""Cautions that a study's numbers need: arms that overfit, and GPUs that other processes used."""
 
 from deskside.study.narrative.findings import has_time_budget
 from deskside.study.narrative.overfitting import overfitting

@@ -92,7 +92,7 @@ class SearchPlan:
 
     @property
     def confirmed_on(self) -> str:
-        """What the confirmation trains, in words."""
+        """Name of what the confirmation trains: the target, the proxy, or shorter runs."""
         if self.confirm_at_target:
             return "the target"
         return "the trials' proxy" if self.proxy.layer else f"runs of {duration(self.trial_seconds)}"
