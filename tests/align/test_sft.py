@@ -427,7 +427,7 @@ def test_published_checkpoints(family: str, adapted: bool, place: Path, tmp_path
         (["runs/base", "--data", "none.jsonl"], "no conversation that can be used (1 x missing"),
         (["runs/base", "--data", "text.txt"], "is plain text"),
         (["runs/base", "--data", "chats.jsonl", "--epochs", "1", "--hours", "1"], "one length only"),
-        (["runs/base", "--data", "chats.jsonl", "--epochs", "many"], "schedule.length"),
+        (["runs/base", "--data", "chats.jsonl", "--epochs", "many"], "--epochs many"),
         (["runs/base", "--data", "chats.jsonl", "--batch.sequence_length=0"], "batch.sequence_length: "),
         (["runs/base", "--data", "chats.jsonl", "--batch.sequence_length=2k"], "batch.sequence_length: "),
         (["runs/base", "--data", "chats.jsonl", "--align.turn", "last"], "did you mean --align.turns"),

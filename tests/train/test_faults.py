@@ -415,7 +415,7 @@ def test_a_full_disk_stops_the_run_and_harms_nothing(
 def test_a_disk_that_is_full_before_the_first_step(data: Path, small_disk: Path) -> None:
     """The tokenizer is the run's first large file. Nothing of the run is left, and the message names the copy."""
     size = (data / "tokenizer.json").stat().st_size
-    fill(small_disk, size // 2 + 8192)
+    fill(small_disk, size // 2 + 3 * 4096)  # files before it take a block each
     with pytest.raises(RunError, match=r"disk/run/tokenizer\.json: cannot be written: No space left"):
         tiny_run.train(small_disk, tiny_run.config(data))
     assert [p.name for p in small_disk.iterdir()] == ["filler"]

@@ -24,7 +24,7 @@ from tests.precision.small import plans_of
 from tests.train import tiny_run
 
 ELSEWHERE = {"val_bpb_equal_tokens", "total_seconds"}  # of the comparison and of the journal
-GPU_ONLY = {"peak_reserved_gib", "watts", "joules_per_token", "mfu"}
+GPU_ONLY = {"peak_reserved_gib", "watts", "joules_per_token", "mfu", "gpu_shared"}
 
 
 @pytest.fixture(scope="module")
