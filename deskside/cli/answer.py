@@ -12,10 +12,8 @@ from deskside.run.directory import RunDirectory
 from deskside.run.validation import (
     BASELINES,
     baselines,
-    share_text,
+    partial_text,
     told_baselines,
-    validation_share,
-    validation_text,
 )
 from deskside.utils.format import count, elapsed, plural
 from deskside.utils.printer import Printer
@@ -93,8 +91,8 @@ def pretraining_answer(run: RunDirectory, summary: dict[str, Any]) -> str:
     if loss is None:
         return f"{text}."
     text += f"; it needs {loss:.3f} bits per byte of text that it has not seen"
-    if validation_share(summary) < 1:
-        text += f" (on {validation_text(summary)})"
+    if part := partial_text(summary):
+        text += f" (on {part})"
     sides = [
         f"{'less' if loss < value else 'more'} than {'gzip -9' if name == 'gzip' else BASELINES[name]} ({value:.3f})"
         for name, value in told_baselines(loss, baselines(summary)).items()
@@ -112,8 +110,8 @@ def print_samples(printer: Printer, samples: list[dict[str, Any]]) -> None:
 
 
 def _validation(summary: dict[str, Any]) -> str:
-    part = f" on {validation_text(summary)}" if validation_share(summary) < 1 else ""
-    return f"{_bits_per_byte(summary['val_bpb'])}{part}"
+    part = partial_text(summary)
+    return f"{_bits_per_byte(summary['val_bpb'])}{f' on {part}' if part else ''}"
 
 
 def _bits_per_byte(value: float | None) -> str:
@@ -129,8 +127,8 @@ def _print_finetuned(run: RunDirectory, objective: str, summary: dict[str, Any],
                 printer.text(f"{label}: {' '.join(sample[key].split())[:MAX_SAMPLE]}", indent=2, hanging=2)
         printer.text()
     held_out = _held_out(objective, summary)
-    if (share := validation_share(summary)) < 1:
-        held_out += f" (on {share_text(share)} of the held-out data)"
+    if part := partial_text(summary, "the held-out data"):
+        held_out += f" (on {part})"
     printer.fields([("held out", held_out), ("speed", speed(summary))])
     print_answer(
         printer,

@@ -9,10 +9,8 @@ from deskside.run.validation import (
     BASELINES,
     baselines,
     not_reached,
-    share_text,
+    partial_text,
     told_baselines,
-    validation_share,
-    validation_text,
 )
 from deskside.utils.format import count, elapsed, percent
 from deskside.utils.format import number as number_text
@@ -87,8 +85,8 @@ def _objective_result(record: RunRecord) -> str | None:
         if final is None:
             return None
         earlier = "" if initial is None else f", {shown(initial, number_format)} before the first step"
-        part = validation_share(record.summary)
-        read = "" if part >= 1 else f", on {share_text(part)} of the held-out data"
+        part = partial_text(record.summary, "the held-out data")
+        read = f", on {part}" if part else ""
         return (
             f"{template.format(shown(final, number_format))}{earlier}{read} (measured, {better} is better)."
         )
@@ -113,7 +111,8 @@ def _pretraining_result(record: RunRecord) -> str:
     bpb = final if final is not None else record.last("val_bpb")
     if bpb is None:
         return "No verdict yet: this run has no validation result."
-    result = f"{bpb:.3f} bits per byte on {validation_text(record.summary, 'validation text')}"
+    whole = "validation text"
+    result = f"{bpb:.3f} bits per byte on {partial_text(record.summary, whole) or whole}"
     known = baselines(record.summary)
     if not known:
         return f"{result} (measured); there is no gzip or unigram baseline to compare with."
@@ -145,7 +144,7 @@ def _quality(record: RunRecord) -> list[KeyNumber]:
     summary = record.summary
     bpb = record.newest("val_bpb", "val_bpb")
     if bpb is not None:
-        part = "" if validation_share(summary) >= 1 else f" on {validation_text(summary)}"
+        part = f" on {read}" if (read := partial_text(summary)) else ""
         others = [
             f"; {name} has {value:.3f}" for name, value in told_baselines(bpb, baselines(summary)).items()
         ]

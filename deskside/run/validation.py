@@ -24,10 +24,10 @@ def share_text(share: float) -> str:
     return "under 1 %" if share < 0.01 else percent(min(share, 0.99), 0)
 
 
-def validation_text(summary: Mapping[str, Any], whole: str = "the validation text") -> str:
-    """Return what the final evaluation read: `whole`, or "6 % of `whole`"."""
+def partial_text(summary: Mapping[str, Any], whole: str = "the validation text") -> str:
+    """Return the part of `whole` that the final evaluation read, such as "6 % of `whole`"; "" if it read all."""
     share = validation_share(summary)
-    return whole if share >= 1 else f"{share_text(share)} of {whole}"
+    return "" if share >= 1 else f"{share_text(share)} of {whole}"
 
 
 def baselines(summary: Mapping[str, Any]) -> dict[str, float]:
