@@ -158,13 +158,14 @@ def _print(out: str, report: dict[str, Any]) -> None:
         printer.text(line, hanging=2)
     folder = Path(out)
     kept, total = documents[KEPT], sum(documents.values())
-    answer = f"{plural(kept, 'document')} kept, {total - kept:,} removed."
-    files = {"text": folder / "kept", "removed": folder / "removed", "report": folder / "report.md"}
-    commands = [f"data prepare {shlex.quote(str(folder / 'kept'))} --out {shlex.quote(str(folder))}-prepared"]
+    files = {"removed": folder / "removed", "report": folder / "report.md"}
     if not kept:
-        del files["text"]
-        answer, commands = (
-            f"Nothing is left: all of {plural(total, 'document')} removed; the table says why.",
-            [],
-        )
-    print_answer(printer, answer, files, *commands)
+        answer = f"Nothing is left: all of {plural(total, 'document')} removed; the table says why."
+        print_answer(printer, answer, files)
+        return
+    print_answer(
+        printer,
+        f"{plural(kept, 'document')} kept, {total - kept:,} removed.",
+        {"text": folder / "kept", **files},
+        f"data prepare {shlex.quote(str(folder / 'kept'))} --out {shlex.quote(str(folder))}-prepared",
+    )

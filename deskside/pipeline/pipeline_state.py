@@ -90,7 +90,7 @@ class PipelineState:
         if not (path / FILE).is_file():
             command = resume_command(path)
             files = (entry for entry in path.rglob("*") if entry.is_file())
-            if path.is_dir() and not any(not file.name.endswith(TEMPORARY_SUFFIX) for file in files):
+            if path.is_dir() and all(file.name.endswith(TEMPORARY_SUFFIX) for file in files):
                 raise UsageError(
                     f"{path}: was stopped before its first phase; delete the folder and start again"
                 )

@@ -31,13 +31,10 @@ def short_reason(error: Exception) -> str:
 
 def field_hint(keys: Sequence[object], wanted: str, option: str = "--field") -> str:
     """Return what a record without the field has, and how to name the field that was meant. keys: of the record."""
-    has = ", ".join(map(str, list(keys)[:6])) or "nothing"
+    if not keys:
+        return f"wanted {wanted!r}, has nothing"
     name = str(keys[0]) if len(keys) == 1 else "NAME"
-    return (
-        f"wanted {wanted!r}, has {has}; name it with {option} {name}"
-        if keys
-        else f"wanted {wanted!r}, has {has}"
-    )
+    return f"wanted {wanted!r}, has {', '.join(map(str, list(keys)[:6]))}; name it with {option} {name}"
 
 
 @dataclass

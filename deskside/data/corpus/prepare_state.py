@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -22,6 +22,7 @@ from deskside.utils.format import plural
 from deskside.utils.parsing import json_value
 
 STATE = "prepare.json"
+_State = TypeVar("_State", bound=Part)
 FIXED_FILES = (STATE, INDEX, STAMP, TRAIN_COUNTS, "tokenizer.json", "tokenizer_config.json")
 
 
@@ -49,16 +50,27 @@ def read_state(directory: Path) -> PrepareState | None:
 
     Raises RunError if prepare.json is damaged or was written by another program.
     """
-    path = directory / STATE
+    return read_state_file(
+        directory / STATE,
+        PrepareState,
+        "deskside data prepare",
+        "delete this file and the data in its folder",
+    )
+
+
+def read_state_file(path: Path, kind: type[_State], command: str, remedy: str) -> _State | None:
+    """Return the content of a state file, or None if it does not exist.
+
+    Raises RunError if it is damaged or was not written by `command`. remedy: another one than giving another --out.
+    """
     if not path.is_file():
         return None
     try:
-        return PrepareState.model_validate(json_value(path.read_bytes()))
+        return kind.model_validate(json_value(path.read_bytes()))
     except ValueError as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else error
         raise RunError(
-            f"{path}: is damaged, or was not written by `deskside data prepare` ({reason}). Give another --out, or "
-            "delete this file and the data in its folder."
+            f"{path}: is damaged, or was not written by `{command}` ({reason}). Give another --out, or {remedy}."
         ) from None
 
 

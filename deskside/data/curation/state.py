@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt, model_validator
 
-from deskside.config.base import Part, first_problem
+from deskside.config.base import Part
+from deskside.data.corpus.prepare_state import read_state_file
 from deskside.data.corpus.source_files import FileRecord
 from deskside.data.reading.index import LeftOut
-from deskside.utils.errors import RunError
 from deskside.utils.files import write_json
 from deskside.utils.parsing import json_value
 
@@ -80,17 +80,7 @@ def read_state(directory: Path) -> CurationState | None:
 
     Raises RunError if curate.json is damaged or was written by another program.
     """
-    path = directory / STATE
-    if not path.is_file():
-        return None
-    try:
-        return CurationState.model_validate(json_value(path.read_bytes()))
-    except ValueError as error:
-        reason = first_problem(error) if isinstance(error, ValidationError) else error
-        raise RunError(
-            f"{path}: is damaged, or was not written by `deskside data curate` ({reason}). Give another --out, or "
-            "delete this folder."
-        ) from None
+    return read_state_file(directory / STATE, CurationState, "deskside data curate", "delete this folder")
 
 
 def write_state(directory: Path, state: CurationState) -> None:

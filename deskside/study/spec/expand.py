@@ -155,7 +155,7 @@ def _expand_group(
     study: StudySpec, group: GroupSpec, budget: Budget | None
 ) -> tuple[list[PlannedArm], list[str]]:
     """Return (arms, "LABEL: REASON" of each excluded combination) of a group."""
-    where = f"{study.name}: group {group.name}" if study.grouped else study.name
+    where = _where(study, group.name)
     if budget is None:
         raise UsageError(
             f"{where}: it has no budget; write [budget] with minutes_per_arm, or give --minutes-per-arm"
@@ -190,6 +190,11 @@ def _expand_group(
                 f"or choose another [baseline]"
             )
     return [_build(study, group, budget, combination) for combination in included], excluded
+
+
+def _where(study: StudySpec, group: str) -> str:
+    """Return the beginning of an error message about a group."""
+    return f"{study.name}: group {group}" if study.grouped else study.name
 
 
 def _split_factors(group: GroupSpec) -> tuple[list[FactorSpec], list[FactorSpec]]:
@@ -307,9 +312,9 @@ def _check_distinct(study: StudySpec, arms: Sequence[PlannedArm]) -> None:
     for arm in arms:
         first = seen.setdefault((arm.group, arm.config.model_dump_json()), arm.id)
         if first != arm.id:
-            where = f"{study.name}: group {arm.group}" if study.grouped else study.name
             raise UsageError(
-                f"{where}: arms {first} and {arm.id} have the same configuration; change a key in one of their levels"
+                f"{_where(study, arm.group)}: arms {first} and {arm.id} have the same configuration; change a key in "
+                "one of their levels"
             )
 
 
