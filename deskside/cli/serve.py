@@ -55,7 +55,10 @@ class ServeOptions(ModelOption):
     )
     name: str | None = option("model name in the API; default: the name of the run or directory", None)
     max_batch: int = option("maximum batch size", 16)
-    concurrency: int = option("maximum running and queued answers; further requests get HTTP 429", 64)
+    concurrency: int | None = option(
+        "maximum running and queued answers; further requests get HTTP 429; default: 4 times --max-batch",
+        None,
+    )
     max_tokens: int = option("maximum tokens per answer", 4096)
     cache_tokens: int | None = option(
         "KV cache size in tokens; default: --max-batch full contexts, at most 65536 and what fits into memory",
@@ -118,7 +121,7 @@ def run(argv: Sequence[str]) -> int:
             options.host,
             name,
             options.max_batch,
-            options.concurrency,
+            options.concurrency or 4 * options.max_batch,
             options.max_tokens,
             hosts,
             keys,

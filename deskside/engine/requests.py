@@ -16,7 +16,7 @@ from deskside.engine.sampling import (
     GREEDY_ONLY,
     TOP_LOGPROBS,
     Sampling,
-    SamplingTensors,
+    SamplingValues,
     ranking_width,
 )
 from deskside.engine.text import TextStream
@@ -222,7 +222,7 @@ class RowState:
     prompt_tokens: "array[int]"  # the prompt, in 64-bit integers
     keys: list[Key]  # of the prompt's full pages
     stream: TextStream | None
-    settings: SamplingTensors  # one row, on the host
+    settings: SamplingValues
     matcher: "LLMatcher | None" = None  # of the request's grammar
     scores: PromptScores | None = None  # until its first event
     slot: int = -1  # -1 while it waits

@@ -10,7 +10,7 @@ from deskside.engine.counter_rng import stream_of
 from deskside.engine.grammar import allowed_tokens, shown_error
 from deskside.engine.pages import Key, Pages, page_keys
 from deskside.engine.requests import Counts, Event, PromptScores, Reason, Request, RowState, TokenOutput
-from deskside.engine.sampling import SamplingTensors
+from deskside.engine.sampling import SamplingValues
 from deskside.engine.text import TextStream
 from deskside.kernels.decode_step import NOT_FINITE
 
@@ -36,7 +36,7 @@ def new_rows(
             stops, skips = request.stop_strings, request.skip_special_tokens
             stream = TextStream(tokenizer, stops, request.min_tokens, skips)
         random_stream = stream_of(request.seed, request.first_sample + sample)
-        settings = SamplingTensors.of([request.sampling], [random_stream], "cpu")
+        settings = SamplingValues.of(request.sampling, random_stream)
         matcher = None if request.grammar is None else request.grammar.matcher()
         scores = PromptScores() if request.scores_prompt and sample == 0 else None
         rows.append(

@@ -24,6 +24,7 @@ candidates to sort (`ranking_width`).
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,6 +109,26 @@ class Sampling:
 GREEDY = Sampling(temperature=0.0)
 
 
+class SamplingValues(NamedTuple):
+    """The sampling settings of one row on the host: a row of `SamplingTensors.floats` and one of its `integers`."""
+
+    floats: tuple[float, float, float, float, float, float]
+    integers: tuple[int, int]
+
+    @staticmethod
+    def of(sampling: Sampling, stream: int) -> "SamplingValues":
+        """Return the values of a row. A disabled filter gets a value that keeps every token."""
+        floats = (
+            sampling.temperature,
+            2.0 if sampling.top_p is None else sampling.top_p,
+            sampling.min_p or 0.0,
+            sampling.repetition_penalty,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+        )
+        return SamplingValues(floats, (1 << 40 if sampling.top_k is None else sampling.top_k, stream))
+
+
 @dataclass(frozen=True)
 class SamplingTensors:
     """The sampling settings of B rows. There are only two tensors, so that indexing rows takes few kernels."""
@@ -120,34 +141,13 @@ class SamplingTensors:
     def of(
         samplings: Sequence[Sampling], streams: Sequence[int], device: torch.device | str
     ) -> "SamplingTensors":
-        """Return the settings of rows with these samplings and random streams. Does not synchronize with the GPU."""
-        # A disabled filter gets a value that keeps every token.
-        floats = [
-            [
-                s.temperature,
-                2.0 if s.top_p is None else s.top_p,
-                s.min_p or 0.0,
-                s.repetition_penalty,
-                s.presence_penalty,
-                s.frequency_penalty,
-            ]
-            for s in samplings
-        ]
-        integers = [
-            [1 << 40 if s.top_k is None else s.top_k, stream]
-            for s, stream in zip(samplings, streams, strict=True)
+        """Return the settings of rows with these samplings and random streams."""
+        rows = [
+            SamplingValues.of(sampling, stream) for sampling, stream in zip(samplings, streams, strict=True)
         ]
         return SamplingTensors(
-            torch.tensor(floats, dtype=torch.float32).view(-1, 6).to(device, non_blocking=True),
-            torch.tensor(integers, dtype=torch.int64).view(-1, 2).to(device, non_blocking=True),
-        )
-
-    @staticmethod
-    def concatenate(rows: Sequence["SamplingTensors"], device: torch.device | str) -> "SamplingTensors":
-        """Concatenate the rows of several settings. Does not synchronize with the GPU."""
-        return SamplingTensors(
-            torch.cat([row.floats for row in rows]).to(device, non_blocking=True),
-            torch.cat([row.integers for row in rows]).to(device, non_blocking=True),
+            torch.tensor([row.floats for row in rows], dtype=torch.float32, device=device).view(-1, 6),
+            torch.tensor([row.integers for row in rows], dtype=torch.int64, device=device).view(-1, 2),
         )
 
     @property
@@ -184,10 +184,6 @@ class SamplingTensors:
 
     def __getitem__(self, rows: Tensor) -> "SamplingTensors":
         return SamplingTensors(self.floats[rows], self.integers[rows])
-
-    def put(self, rows: Tensor, other: "SamplingTensors") -> None:
-        """Overwrite rows with those of `other`, in place."""
-        self.floats[rows], self.integers[rows] = other.floats, other.integers
 
     def repeated(self, times: int) -> "SamplingTensors":
         """Repeat each row, as `repeat_interleave` does."""

@@ -204,11 +204,20 @@ class Slots:
     def fill(self, rows: Sequence[RowState]) -> None:
         """Initialize the slots of new rows, whose pages already hold their `prefilled` tokens."""
         N = self.table_SN.shape[1]
-        slots = self.to_device([row.slot for row in rows])
-        self.table_SN[slots] = self.to_device([row.pages + [0] * (N - len(row.pages)) for row in rows])
-        self.state_S3[slots] = self.to_device([[0, row.prefilled, 0] for row in rows])
-        self.adapter_S[slots] = self.to_device([row.request.adapter for row in rows])
-        self.settings.put(slots, SamplingTensors.concatenate([row.settings for row in rows], self.device))
+        integers = [
+            [row.slot, 0, row.prefilled, 0, row.request.adapter, *row.settings.integers]
+            + row.pages
+            + [0] * (N - len(row.pages))
+            for row in rows
+        ]
+        floats = torch.tensor([row.settings.floats for row in rows], dtype=torch.float32)
+        slots, state, adapter, settings, table = self.to_device(integers).split_with_sizes((1, 3, 1, 2, N), 1)
+        slots = slots[:, 0]
+        self.table_SN.index_copy_(0, slots, table)
+        self.state_S3.index_copy_(0, slots, state)
+        self.adapter_S.index_copy_(0, slots, adapter[:, 0])
+        self.settings.integers.index_copy_(0, slots, settings)
+        self.settings.floats.index_copy_(0, slots, self.copy(floats))
         if self.allowed_SW is not None:
             self.allowed_SW[slots] = -1  # all tokens
 

@@ -23,6 +23,11 @@ from deskside.utils.errors import RunError, UsageError
 # ones in a thread: others would wait for seconds while millions are written.
 SHORT_LOGPROBS = 1 << 13
 
+# A stream sends its first token and its end at once, and what comes between in pieces that are at least this far apart.
+# A small model generates hundreds of tokens per second for each of many clients, and sending a piece takes the event
+# loop longer than the GPU takes for the token.
+PIECE_SECONDS = 0.03
+
 T = TypeVar("T")
 
 
@@ -38,7 +43,7 @@ class Writer(Protocol):
 class PendingResponse:
     """The engine requests of one HTTP request, and the response that is made of their events.
 
-    A client that streams is woken for every step of the engine; the others once, when all is there.
+    A stream wakes up for new events at most every PIECE_SECONDS; a response without a stream once, when all is there.
 
     streamed: whether `stream` will be used, not `complete`. on_end: called by a streaming response at its end, in any
     case.
@@ -60,6 +65,7 @@ class PendingResponse:
         self._arrived: list[tuple[int, Event]] = []  # (index of the choice, event)
         self._error: UsageError | RunError | None = None
         self._waiter: asyncio.Future[None] | None = None
+        self._pausing = False  # whether a stream has just sent a piece
         self._prompt_lengths = [len(request.prompt) for request in requests]
         self._cached = [0] * len(requests)  # tokens of each prompt that were in the cache
         self._handles: list[RequestHandle] = []
@@ -81,11 +87,31 @@ class PendingResponse:
                     self._timer.end()
                 if message.sample == 0:
                     self._cached[number] = message.cached_tokens
-            needed = self._streamed or not self._unfinished
+            if not self._unfinished or (self._streamed and not self._pausing):
+                self._wake()
         else:
-            self._error, needed = message, True
-        if needed and self._waiter is not None and not self._waiter.done():
+            self._error = message
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+    async def _wait(self) -> None:
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+
+    async def _pause(self) -> None:
+        """Wait for PIECE_SECONDS, or until all events have arrived."""
+        if not self._unfinished or self._error is not None:
+            return
+        self._pausing = True
+        timer = asyncio.get_running_loop().call_later(PIECE_SECONDS, self._wake)
+        try:
+            await self._wait()
+        finally:
+            timer.cancel()
+            self._pausing = False
 
     def cancel(self) -> None:
         """Cancel unfinished requests."""
@@ -115,7 +141,7 @@ class PendingResponse:
     async def stream(self) -> AsyncIterator[bytes]:
         """Yield server-sent events as the answer is generated. An error is the last event, as in OpenAI's API.
 
-        The events of one step are one piece, because sending takes as long as making them.
+        Events that arrive together are one piece, because sending takes as long as making them.
         """
         writer = self._writer
         assert isinstance(writer, ResponseWriter)
@@ -145,6 +171,8 @@ class PendingResponse:
             if self._arrived and (self._streamed or not self._unfinished):
                 events, self._arrived = self._arrived, []
                 yield events
+                if self._streamed:
+                    await self._pause()
             elif isinstance(self._error, UsageError):
                 raise field_error(self._error)
             elif self._error is not None:
@@ -152,8 +180,7 @@ class PendingResponse:
             elif not self._unfinished:
                 return
             else:
-                self._waiter = asyncio.get_running_loop().create_future()
-                await self._waiter
+                await self._wait()
 
 
 def _json(response: Mapping[str, Any]) -> bytes:
@@ -211,12 +238,15 @@ async def until_disconnect(work: Coroutine[Any, Any, T], receive: Receive) -> T 
     async def disconnect() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
+        scope.reschedule(0)  # a time that has passed
 
-    working, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
+    watching = asyncio.ensure_future(disconnect())
     try:
-        await asyncio.wait({working, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        async with asyncio.timeout(None) as scope:
+            return await work
+    except TimeoutError:
+        if not scope.expired():
+            raise
+        return None
     finally:
-        working.cancel()
-        disconnected.cancel()
-        await asyncio.gather(working, disconnected, return_exceptions=True)
+        watching.cancel()

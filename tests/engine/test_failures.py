@@ -10,7 +10,7 @@ import torch
 
 from deskside.engine.engine import Draft, Engine
 from deskside.engine.requests import Event, Request, SampleOutput
-from deskside.engine.sampling import GREEDY, Sampling, SamplingTensors
+from deskside.engine.sampling import GREEDY, Sampling, SamplingValues
 from deskside.engine.steps import CachedModel
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError
@@ -88,11 +88,11 @@ def test_a_run_that_fails_leaves_no_request_behind(
     requests = [Request(tuple(prompt), 6) for prompt in GOOD]
     with monkeypatch.context() as patch, pytest.raises((RunError, ValueError), match=r"finite|broken"):
         if fails == "submit":
-            original = SamplingTensors.of
+            original = SamplingValues.of
             patch.setattr(
-                SamplingTensors,
+                SamplingValues,
                 "of",
-                staticmethod(lambda s, *rest: broken() if s[0].top_k == 7 else original(s, *rest)),
+                staticmethod(lambda s, stream: broken() if s.top_k == 7 else original(s, stream)),
             )
         elif fails == "step":
             patch.setattr(CachedModel, "decode", broken)
@@ -148,14 +148,14 @@ def test_what_is_raised_while_a_request_is_taken_in_leaves_nothing_behind(
 ) -> None:
     model = make(num_hidden_layers=2)
     engine = Engine(model, max_batch=2, max_tokens=128)
-    real = SamplingTensors.of
+    real = SamplingValues.of
 
-    def broken(samplings: Any, streams: Any, device: Any) -> SamplingTensors:
-        if samplings[0].top_k == 7:
-            raise ValueError("Overflow when unpacking long long")
-        return real(samplings, streams, device)
+    def broken(sampling: Any, stream: Any) -> SamplingValues:
+        if sampling.top_k == 7:
+            raise ValueError("broken")
+        return real(sampling, stream)
 
-    monkeypatch.setattr(SamplingTensors, "of", staticmethod(broken))
+    monkeypatch.setattr(SamplingValues, "of", staticmethod(broken))
     number = engine.submit(Request((5, 17, 3), 4))
     events = engine.step()
     with pytest.raises(ValueError):

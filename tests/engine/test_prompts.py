@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from deskside.engine.graphs import TOKENS, token_bucket
 from deskside.engine.prompts import PackedPrompts, choose_parts, pack
 from deskside.engine.requests import Request, RowState
-from deskside.engine.sampling import GREEDY, SamplingTensors
+from deskside.engine.sampling import GREEDY, SamplingValues
 
-SETTINGS = SamplingTensors.of([GREEDY], [0], "cpu")
+SETTINGS = SamplingValues.of(GREEDY, 0)
 
 
 def row(number: int, length: int, prefilled: int = 0) -> RowState:

@@ -99,6 +99,32 @@ def test_a_stream_has_the_text_of_the_whole_answer(logprobs: bool, tokenizer: To
             assert given == expected["logprobs"]["token_logprobs"]
 
 
+def test_a_stream_waits_between_its_pieces_but_not_with_its_end(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deskside.serve.pending.PIECE_SECONDS", 1e9)
+
+    async def streamed() -> list[bytes]:
+        worker = FakeWorker()
+        pending = made(worker, tokenizer, False, True)
+        pieces: list[bytes] = []
+
+        async def read() -> None:
+            pieces.extend([piece async for piece in pending.stream()])
+
+        reading = asyncio.create_task(read())
+        for event in events(False):
+            await asyncio.sleep(0.001)
+            worker.receivers[0](event)
+        await asyncio.wait_for(reading, 60)
+        return pieces
+
+    first, rest, end = asyncio.run(streamed())
+    assert first.count(b"data: ") == 1 and b'"text":"a"' in first
+    assert b'"text":"bcd"' in rest and b'"text":"ef!"' in rest
+    assert end.endswith(b"data: [DONE]\n\n")
+
+
 @pytest.mark.parametrize("logprobs", [False, True])
 def test_long_logprobs_do_not_hold_up_the_event_loop(
     logprobs: bool, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch

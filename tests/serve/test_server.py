@@ -3,6 +3,7 @@ answers, streams, options, limits of the API.
 """
 
 import concurrent.futures
+import json
 import os
 import re
 import signal
@@ -112,7 +113,7 @@ def test_chat_streams_the_same_in_pieces(client: openai.OpenAI, loaded: Loaded) 
     assert text == text_of(loaded, greedy(loaded, prompt, 20))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
-    assert len([c for c in chunks if c.choices and c.choices[0].delta.content]) > 3
+    assert len([c for c in chunks if c.choices and c.choices[0].delta.content]) > 1
     assert chunks[-1].usage is not None and chunks[-1].usage.completion_tokens == 20
     assert len({c.id for c in chunks}) == 1
 
@@ -390,7 +391,8 @@ def test_sigterm_drains_and_exits_with_0(tmp_path_factory: pytest.TempPathFactor
             refused = httpx.post(f"{base}/v1/completions", json={"prompt": "a"})
             assert refused.status_code == 503 and "retry-after" in refused.headers
             rest = list(lines)
-        assert "data: [DONE]" in rest and len(rest) > 100
+        events = [json.loads(line.removeprefix("data: ")) for line in rest if line.startswith("data: {")]
+        assert "data: [DONE]" in rest and events[-1]["choices"][0]["finish_reason"] == "length"
         waited = time.monotonic()
         with pytest.raises(httpx.TransportError):
             while time.monotonic() - waited < 60:

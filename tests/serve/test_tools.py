@@ -109,7 +109,11 @@ def test_required_calls_follow_their_schemas(
     with_client(loaded(name), run)
 
 
-def test_a_stream_has_the_calls_of_the_whole_answer(loaded: Callable[[str], Loaded]) -> None:
+def test_a_stream_has_the_calls_of_the_whole_answer(
+    loaded: Callable[[str], Loaded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deskside.serve.pending.PIECE_SECONDS", 0.0)
+
     async def run(client: openai.AsyncOpenAI) -> None:
         fields: dict[str, Any] = {"tools": TOOLS, "tool_choice": "required", "seed": 3}
         whole, streamed = await ask(client, **fields), await ask(client, True, **fields)
