@@ -25,8 +25,9 @@ from deskside.config import merge, presets
 from deskside.config.base import UserPath
 from deskside.config.duration import HOURS
 from deskside.pipeline import phases
-from deskside.pipeline.pipeline_state import FILE, PipelineState, damaged, tail_seconds
+from deskside.pipeline.pipeline_state import PipelineState, damaged, tail_seconds
 from deskside.pipeline.state_schema import MAX_GIB, MAX_HOURS
+from deskside.run.continuing import PIPELINE_FILE
 from deskside.run.directory import RunDirectory
 from deskside.utils import signals
 from deskside.utils.errors import RunError, UsageError
@@ -221,7 +222,7 @@ def _resume_pipeline(options: GoOptions, given: dict[str, Any]) -> PipelineState
     state = PipelineState.open(Path(str(options.resume)))
     # Follow the pipeline to its last run that has a state. A run without a state is created by the one before it.
     visited: set[Path] = set()
-    while state.continued_in is not None and (state.continued_in / FILE).exists():
+    while state.continued_in is not None and (state.continued_in / PIPELINE_FILE).exists():
         visited.add(state.run.path.resolve())
         if state.continued_in.resolve() in visited:
             raise damaged(state.run.path, f"continued_in: {state.continued_in.name} leads back here")

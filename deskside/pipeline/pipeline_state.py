@@ -22,7 +22,6 @@ from deskside.run.directory import RunDirectory
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import TEMPORARY_SUFFIX
 
-FILE = PIPELINE_FILE
 SAVE_SECONDS = 2.0  # interval between writes of go.json
 # Time reserved for samples, the report and exiting, after training. They took 3 to 5 s on two CPU cores.
 TAIL_SECONDS, TAIL_SHARE = 6.0, 0.005
@@ -42,7 +41,7 @@ def tail_seconds(hours: float) -> float:
 def damaged(path: Path, why: str) -> RunError:
     """Return the error for a go.json that cannot be resumed."""
     return RunError(
-        f"{path / FILE}: is damaged or was written by another version ({why}); restore it, or start again"
+        f"{path / PIPELINE_FILE}: is damaged or was written by another version ({why}); restore it, or start again"
     )
 
 
@@ -87,7 +86,7 @@ class PipelineState:
     @classmethod
     def open(cls, path: Path) -> "PipelineState":
         """Open the state of an earlier process. Raises UsageError if there is none, RunError if it is damaged."""
-        if not (path / FILE).is_file():
+        if not (path / PIPELINE_FILE).is_file():
             command = resume_command(path)
             files = (entry for entry in path.rglob("*") if entry.is_file())
             if path.is_dir() and all(file.name.endswith(TEMPORARY_SUFFIX) for file in files):
@@ -95,9 +94,9 @@ class PipelineState:
                     f"{path}: was stopped before its first phase; delete the folder and start again"
                 )
             remedy = f"continue it with: {command}" if command else "start one with: deskside go --hours H"
-            raise UsageError(f"{path}: has no pipeline to resume (no {FILE}); {remedy}")
+            raise UsageError(f"{path}: has no pipeline to resume (no {PIPELINE_FILE}); {remedy}")
         run = RunDirectory(path)
-        data = run.read_json(FILE)
+        data = run.read_json(PIPELINE_FILE)
         why = problem(data, path)
         if why is not None:
             raise damaged(path, why)
@@ -190,7 +189,7 @@ class PipelineState:
         """Write go.json. Raises RunError if that fails."""
         with self._lock:
             self.data["spent_seconds"] = round(self.seconds_spent(), 3)
-            self.run.write_json(FILE, copy.deepcopy(self.data))
+            self.run.write_json(PIPELINE_FILE, copy.deepcopy(self.data))
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:

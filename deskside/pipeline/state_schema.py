@@ -14,6 +14,7 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 from deskside.config import merge
 from deskside.config.base import Part, first_problem
 from deskside.config.duration import Duration
+from deskside.run.continuing import PIPELINE_FILE
 from deskside.utils.errors import UsageError
 
 SCHEMA = 1
@@ -195,7 +196,7 @@ def problem(state: Mapping[str, Any], run: Path) -> str | None:
         other = run.absolute().parent / checked.continued_in
         if other == run.absolute():
             return "continued_in: is this run itself"
-        if (other / "run.json").exists() and not (other / "go.json").exists():
+        if (other / "run.json").exists() and not (other / PIPELINE_FILE).exists():
             return f"continued_in: {checked.continued_in} was not started by deskside go"
     return None
 
