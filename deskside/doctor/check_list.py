@@ -295,8 +295,8 @@ def failure(outcome: child_process.ProcessOutcome) -> dict[str, Any]:
     If it raised an exception, the verdict is unsupported, or crashed where the process or its CUDA context died.
     """
     verdict = {"timeout": "timeout", "oom": "out of memory", "failed": "unsupported"}[outcome.status]
-    died = outcome.error.startswith("the process") or "CUDA error" in outcome.error
-    if outcome.status == "failed" and died:
+    # An exception that names a CUDA error leaves the process without a usable device.
+    if outcome.status == "failed" and (outcome.died or "CUDA error" in outcome.error):
         verdict = "crashed"
     return {
         "verdict": verdict,

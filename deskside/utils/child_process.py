@@ -41,7 +41,8 @@ class ProcessOutcome:
     """The result of a child process.
 
     value: what the function returned, for status "ok". error: one line that describes the failure, otherwise.
-    output: the end of the child's standard output and standard error.
+    output: the end of the child's standard output and standard error. died: it ended without an answer, not even the
+    one that it gives for an exception.
     """
 
     status: Status
@@ -49,6 +50,7 @@ class ProcessOutcome:
     error: str
     seconds: float
     output: str = ""
+    died: bool = False
 
 
 def run(
@@ -95,7 +97,7 @@ def run(
                 return ProcessOutcome(result["status"], result["value"], result["error"], seconds, _tail(log))
             except (Unreadable, KeyError, TypeError) as error:
                 reason = f"its result is damaged ({error})"
-        return ProcessOutcome("failed", None, reason, seconds, _tail(log))
+        return ProcessOutcome("failed", None, reason, seconds, _tail(log), died=True)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -97,6 +97,7 @@ def test_environment_variables_are_added() -> None:
 def test_failures_are_reported_by_status(target: str, status: str, error: str) -> None:
     outcome = child_process.run(MODULE + target, {}, 60)
     assert (outcome.status, outcome.error, outcome.value) == (status, error, None)
+    assert outcome.died == (target in ("abort", "leave"))
 
 
 def test_import_error_is_reported_as_failure() -> None:
