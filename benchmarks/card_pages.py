@@ -256,7 +256,7 @@ def _changes(plan: Plan, band: PlannedBand) -> list[str]:
 def _too_few_tokens(plans: CardPlans) -> list[str]:
     """Return what the planner says about the 1.5B model's number of tokens, if it has too few."""
     plan = plans.by_size[SIZES.index({"params": "1.5B"})]
-    said = [reason for reason in plan.reasons if "tokens per parameter" in reason]
+    said = [reason for reason in plan.reason_texts() if "tokens per parameter" in reason]
     return [f"Of the 1.5B model the planner says: {said[0]}.", ""] if said else []
 
 

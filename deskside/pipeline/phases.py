@@ -215,8 +215,7 @@ def plan(request: PipelineRequest, pretrain_seconds: float) -> tuple[Result, Pla
         return {**skipped(str(error)), "config": preset_config(request)}, None
     best = full_plan.best
     if full_plan.verdict == "no" or best is None:
-        against = [reason for reason in full_plan.reasons if not reason.startswith("it fits: ")]
-        raise RunError("; ".join(against))
+        raise RunError("; ".join(full_plan.reason_texts("against")))
     if request.length is not None and best.candidate.seconds[1] > pretrain_seconds:
         needed = duration(best.candidate.seconds[1])
         raise RunError(
@@ -228,7 +227,7 @@ def plan(request: PipelineRequest, pretrain_seconds: float) -> tuple[Result, Pla
     result = {
         "status": "made",
         "verdict": full_plan.verdict,
-        "reasons": list(full_plan.reasons),
+        "reasons": full_plan.reason_texts(),
         "source": f"modelled from {calibration.source} rates: {calibration.basis}",
         "bands": [_band_result(band, full_plan) for band in bands],
         **_band_result(best, full_plan),

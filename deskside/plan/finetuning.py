@@ -66,7 +66,7 @@ def finetuning_need(
     given = GivenModel(name, tuple(layers), config, name, explicit)
     request = replace(request, given=given, budget=PlanBudget("tokens", TOKENS))
     verdict = judge(request, with_remedies)
-    reasons = tuple(verdict.reasons)
+    reasons = tuple(reason.text for reason in verdict.reasons)
     if verdict.chosen is None or verdict.answer == "no":
         least = minimum_over_changes(request, setting_on_card(request, config), same_task=True)
         return FinetuningNeed("no", round(least.memory_bytes[1]), reasons)

@@ -25,6 +25,7 @@ from deskside.plan.costs import cost
 from deskside.plan.estimate import StepEstimate, estimate, estimate_max_microbatch
 from deskside.plan.expected_loss import law_inputs
 from deskside.plan.published import published_fp8_speedup, uncalibrated_reason
+from deskside.plan.reasons import Reason, reasons_of
 from deskside.plan.remedies import Remedy
 from deskside.plan.request import TIME_SHARES, PlanBudget, PlanRequest
 from deskside.plan.result import Plan, PlannedBand, executable
@@ -73,9 +74,7 @@ def make_plan(request: PlanRequest, claims: Claims = NO_CLAIMS) -> Plan:
     planned = tuple(_planned_band(request, band) for band in bands)
     best = next((band for band in planned if chosen is not None and band.name == chosen.name), None)
     text_notes = [] if best is None else [*_repetition_notes(request, best), *_law_notes(request, best)]
-    reasons = [
-        *reasons,
-        *text_notes,
+    others = [
         *(f"{other['option']} is an alternative: {other['told']}" for other in alternatives),
         *([] if shown is None else _speed_notes(request, shown)),
         *([f"{len(failed)} of {len(findings)} claims do not hold"] if failed else []),
@@ -84,8 +83,7 @@ def make_plan(request: PlanRequest, claims: Claims = NO_CLAIMS) -> Plan:
     return Plan(
         request=request,
         verdict=answer,
-        reasons=tuple(reasons),
-        text_notes=tuple(text_notes),
+        reasons=(*reasons, *reasons_of("text", text_notes), *reasons_of("other", others)),
         bands=planned,
         recommended=chosen.name if chosen else None,
         requested=requested,
@@ -351,20 +349,21 @@ def _law_notes(request: PlanRequest, chosen: PlannedBand) -> list[str]:
     ]
 
 
-def _search_verdict(request: PlanRequest, bands: list[Band], chosen: Band | None) -> tuple[Answer, list[str]]:
+def _search_verdict(
+    request: PlanRequest, bands: list[Band], chosen: Band | None
+) -> tuple[Answer, list[Reason]]:
     """Return the verdict and the reasons of the open search."""
     if chosen is None:
-        return "no", [_no_candidate_reason(request)]
-    reasons = [band_choice.reason(request, bands, chosen)]
+        return "no", reasons_of("against", [_no_candidate_reason(request)])
+    choice = band_choice.reason(request, bands, chosen)
     if chosen.candidate.seconds[1] > MAX_SECONDS:
-        return "no", [*reasons, TOO_LONG]
+        return "no", reasons_of("against", [choice, TOO_LONG])
     if chosen.candidate.estimate.fits != "fits":
-        reasons.append("it fits at its expected memory, but not at the high end of the range: try it out")
-        return "yes-if", reasons
+        tight = "it fits at its expected memory, but not at the high end of the range: try it out"
+        return "yes-if", reasons_of("other", [choice, tight])
     if request.budget.kind == "loss" and chosen.name == "stretch":
-        reasons = ["the loss is reached only if it is at the low end of its predicted range"]
-        return "yes-if", reasons
-    return "yes", reasons
+        return "yes-if", [Reason("the loss is reached only if it is at the low end of its predicted range")]
+    return "yes", [Reason(choice)]
 
 
 def _no_candidate_reason(request: PlanRequest) -> str:

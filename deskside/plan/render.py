@@ -9,6 +9,7 @@ from deskside.plan.candidates import ends_early
 from deskside.plan.claim_check import ClaimFinding
 from deskside.plan.expected_loss import optimal_tokens
 from deskside.plan.headline import headline
+from deskside.plan.reasons import ReasonKind
 from deskside.plan.render_details import emulated, show_details
 from deskside.plan.result import PLACEHOLDERS, Plan, PlannedBand
 from deskside.utils.format import count, dollars, duration, gib, gib_digits
@@ -29,10 +30,9 @@ def show(plan: Plan, details: bool) -> None:
         _show_bands(printer, plan)
     if chosen and details:
         _show_reasons(printer, plan)
-    elif chosen and plan.text_notes:
+    elif chosen and plan.reason_texts("text"):
         printer.text()
-        for note in plan.text_notes:
-            printer.text(f"- {note}", hanging=2)
+        _show_reasons(printer, plan, "text")
     if plan.findings:
         printer.text()
         _show_claims(printer, plan.findings)
@@ -53,8 +53,8 @@ def show(plan: Plan, details: bool) -> None:
         printer.text("--details: memory, time and cost by item, and the source of each number", "quiet")
 
 
-def _show_reasons(printer: Printer, plan: Plan) -> None:
-    for reason in plan.reasons:
+def _show_reasons(printer: Printer, plan: Plan, kind: ReasonKind | None = None) -> None:
+    for reason in plan.reason_texts(kind):
         printer.text(f"- {reason}", hanging=2)
 
 

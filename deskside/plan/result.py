@@ -23,6 +23,7 @@ from deskside.plan.claim_check import ClaimFinding
 from deskside.plan.costs import Cost
 from deskside.plan.estimate import MEMORY_SOURCE, Range, StepEstimate, range_json
 from deskside.plan.expected_loss import law_inputs
+from deskside.plan.reasons import Reason, ReasonKind
 from deskside.plan.remedies import Remedy
 from deskside.plan.request import PlanRequest
 from deskside.plan.setting import options
@@ -75,15 +76,13 @@ class Plan:
     Attributes:
         recommended: Name of the recommended band.
         requested: The given model's run exactly as requested; None in an open search.
-        text_notes: The reasons that are about the size of the text and the forecast of the loss.
         alternatives: Other precisions for the recommended band, with their speed.
         hours: A time budget, split into the phases of `TIME_SHARES`.
     """
 
     request: PlanRequest
     verdict: Answer
-    reasons: tuple[str, ...]
-    text_notes: tuple[str, ...]
+    reasons: tuple[Reason, ...]
     bands: tuple[PlannedBand, ...]
     recommended: BandName | None
     requested: StepEstimate | None
@@ -98,6 +97,10 @@ class Plan:
         """The recommended band."""
         return next((band for band in self.bands if band.name == self.recommended), None)
 
+    def reason_texts(self, kind: ReasonKind | None = None) -> list[str]:
+        """Return the reasons of one kind as texts; None: all reasons."""
+        return [reason.text for reason in self.reasons if kind in (None, reason.kind)]
+
     @property
     def shown(self) -> StepEstimate | None:
         """The estimate whose memory and speed are shown: the recommended band, else the run as requested."""
@@ -109,7 +112,7 @@ class Plan:
         return {
             "schema_version": SCHEMA,
             "verdict": self.verdict,
-            "reasons": list(self.reasons),
+            "reasons": self.reason_texts(),
             "recommended": self.recommended,
             "request": _request(self.request),
             "bands": [_band(self, band) for band in self.bands],

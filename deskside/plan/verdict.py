@@ -11,7 +11,7 @@ too few tokens for the model's size is always reported.
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -28,6 +28,7 @@ from deskside.plan.estimate import StepEstimate, estimate, estimate_max_microbat
 from deskside.plan.expected_loss import bpb, optimal_tokens
 from deskside.plan.fastest_fit import fastest_that_fits
 from deskside.plan.given_model import GivenModel
+from deskside.plan.reasons import Reason, reasons_of
 from deskside.plan.remedies import Remedy, remedies, with_max_microbatch_unless_set
 from deskside.plan.request import PlanBudget, PlanRequest
 from deskside.plan.run_length import (
@@ -66,7 +67,7 @@ class ModelVerdict:
     """Verdict on a given model. requested: the run as requested; chosen: the run to do, None if none is possible."""
 
     answer: Answer
-    reasons: list[str]
+    reasons: list[Reason]
     requested: StepEstimate
     chosen: Candidate | None
     remedies: tuple[Remedy, ...]
@@ -79,29 +80,32 @@ def judge(request: PlanRequest, with_remedies: bool = True) -> ModelVerdict:
     """
     assert request.given is not None
     requested = _requested_run(request, request.given)
-    possible, answer, reasons = _check_memory(request, requested)
+    possible, answer, about_memory = _check_memory(request, requested)
     useful: tuple[Remedy, ...] = ()
     if with_remedies and (requested.fits != "fits" or possible is None):
         useful = tuple(remedies(request.with_options({}), requested))
 
-    def no(why: list[str], chosen: Candidate | None = None) -> ModelVerdict:
-        return ModelVerdict("no", why, requested, chosen, useful)
+    def no(
+        against: list[str], others: Sequence[Reason] = (), chosen: Candidate | None = None
+    ) -> ModelVerdict:
+        return ModelVerdict("no", [*reasons_of("against", against), *others], requested, chosen, useful)
 
     if possible is None and not with_remedies:
-        return no(reasons)
+        return no(about_memory)
     if possible is None:
         would_fit = [remedy.what for remedy in useful if remedy.kind in ("hardware", "other model")]
-        return no([*reasons, f"what would fit: {'; or '.join(would_fit)}"])
+        return no([*about_memory, f"what would fit: {'; or '.join(would_fit)}"])
+    reasons = reasons_of("other", about_memory)
     chosen = make_candidate(request, request.given, possible)
     if chosen is None:
-        return no([_out_of_reach(request, possible), *reasons])
+        return no([_out_of_reach(request, possible)], reasons)
     if chosen.seconds[1] > MAX_SECONDS:
         takes = f"{count(chosen.tokens[1])} tokens take {duration(chosen.seconds[1])}; {TOO_LONG}"
-        return no([takes, *reasons], chosen)
+        return no([takes], reasons, chosen)
     if request.pretrains:  # the loss law applies only to pretraining
         message, smaller_is_better = _undertrained(request, chosen)
         if message is not None:
-            reasons.append(message)
+            reasons.append(Reason(message))
         if smaller_is_better:
             answer = "yes-if"
     return ModelVerdict(answer, reasons, requested, chosen, useful)

@@ -340,7 +340,7 @@ def test_the_planner_answers_as_the_command_does(tmp_path: Path, draw: Draw) -> 
     shown = next(str(code.value) for code in page.code if "deskside train" in str(code.value))
     words = ["".join(word.split()) for word in shlex.split(shown.replace("\\\n", ""))]
     assert words == shlex.split(plan.best.command)  # a list may continue in the next line
-    assert any(literal(reason) in text(page) for reason in plan.reasons)
+    assert any(literal(reason) in text(page) for reason in plan.reason_texts())
     assert literal(headline(plan)) in text(page)
     money = plan.best.cost.electricity
     assert money is not None and page.number_input(key="plan-price").value == money.price

@@ -248,6 +248,16 @@ def test_a_plan_that_says_no(card: Machine, data: Path, tmp_path: Path) -> None:
         phases.plan(make_request(data, tmp_path, preset="1.3b", memory_gib=2.0), 6900.0)
 
 
+def test_a_plan_that_says_no_gives_only_the_reasons_for_that(
+    card: Machine, data: Path, tmp_path: Path
+) -> None:
+    """The time is too short. Whether the model fits, and how fast it would be, does not matter."""
+    for memory_gib in (None, 4.0):  # with less memory, it fits with other options
+        with pytest.raises(RunError, match="the time is too short") as error:
+            phases.plan(make_request(data, tmp_path, preset="340m", memory_gib=memory_gib), 60.0)
+        assert "fit" not in str(error.value) and "as requested" not in str(error.value)
+
+
 def test_nothing_measured_on_a_cpu(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A preset is trained without a plan, with the reason. Without a preset, there is nothing to choose from."""
     monkeypatch.setattr(probe_store, "this_machine", lambda: CPU)

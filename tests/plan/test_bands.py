@@ -86,7 +86,7 @@ def check(plan: Plan) -> None:
     if plan.bands:
         assert plan.best is not None
     else:
-        assert plan.verdict == "no" and plan.reasons
+        assert plan.verdict == "no" and plan.reason_texts()
 
 
 def layers_of(command: str) -> list[dict[str, Any]]:
@@ -211,15 +211,15 @@ def test_the_target_is_where_a_brute_force_finds_it() -> None:
 
 
 def test_out_of_reach_and_too_short_say_so() -> None:
-    assert "out of reach" in make_plan(made.request("loss", 0.3)).reasons[0]
-    assert "too short" in make_plan(made.request("hours", 0.01)).reasons[0]
+    assert "out of reach" in make_plan(made.request("loss", 0.3)).reason_texts()[0]
+    assert "too short" in make_plan(made.request("hours", 0.01)).reason_texts()[0]
     for few in (made.request("tokens", 1), made.request("flops", 1e-5), made.request(unique_tokens=1)):
         assert make_plan(few).verdict == "no"
-        assert "too small" in make_plan(few).reasons[0]
+        assert "too small" in make_plan(few).reason_texts()[0]
     tiny = make_plan(made.request("tokens", 1e9, memory_gib=1.0))
-    assert tiny.verdict == "no" and "not even the smallest model fits" in tiny.reasons[0]
+    assert tiny.verdict == "no" and "not even the smallest model fits" in tiny.reason_texts()[0]
     long = make_plan(made.request("loss", 0.68))
-    assert long.verdict == "no" and any("more than a year" in reason for reason in long.reasons)
+    assert long.verdict == "no" and any("more than a year" in reason for reason in long.reason_texts())
 
 
 def test_adamw_needs_more_tokens_and_is_taken_where_muon_is_too_slow() -> None:

@@ -86,9 +86,11 @@ def test_every_old_claim_is_refuted_with_its_arithmetic(moe: PlanRequest) -> Non
     assert "505,679 tokens/s" in why["100,000 steps in 28.8 hours"]
     # and at 100 tokens per second 524,288,000 s: 16.6 years
     assert "16.6 years" in why["50 to 100 tokens/s and 100,000 steps in 28.8 hours"]
-    assert "7 of 7 claims do not hold" in plan.reasons
+    assert "7 of 7 claims do not hold" in plan.reason_texts()
     # With the states on the host, it can be trained on the card's 32 GB, which was not claimed.
-    assert plan.verdict == "yes-if" and any("--optim.offload true" in reason for reason in plan.reasons)
+    assert plan.verdict == "yes-if" and any(
+        "--optim.offload true" in reason for reason in plan.reason_texts()
+    )
 
 
 def test_one_second_per_step_is_more_than_the_card_has_in_any_format(moe: PlanRequest) -> None:

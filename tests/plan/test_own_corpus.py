@@ -39,7 +39,7 @@ def test_many_epochs_are_regularised_and_the_model_is_the_same() -> None:
         every, length = built.evaluate.every, built.schedule.length
         assert every.unit == length.unit and every.value * 20 < length.value
         assert "--optim.weight_decay_epochs 4.0" in after.command and after.candidate.weights <= 2 * UNIQUE
-    (said,) = [reason for reason in own.reasons if reason.startswith("your 20M tokens")]
+    (said,) = [reason for reason in own.reason_texts() if reason.startswith("your 20M tokens")]
     assert f"{own.best.candidate.tokens[1] / UNIQUE:.3g}"[:2] in said and "best checkpoint" in said
 
 
@@ -47,7 +47,7 @@ def test_few_epochs_are_not() -> None:
     many = 10**12
     plain, own = best(unique_tokens=many), best(unique_tokens=many, own_corpus=True)
     assert [band.config for band in plain.bands] == [band.config for band in own.bands]
-    assert "needs no regularization" in " ".join(own.reasons)
+    assert "needs no regularization" in " ".join(own.reason_texts())
     assert all("keep_best" not in band.config.get("checkpoint", {}) for band in plain.bands)
 
 
@@ -60,7 +60,7 @@ def test_without_the_mode_a_run_that_cannot_keep_its_best_checkpoint_is_planned(
 ) -> None:
     plan = best(overrides=given)
     assert not plan.best.config.get("checkpoint", {}).get("keep_best", False)
-    assert "best checkpoint" not in " ".join(plan.reasons)
+    assert "best checkpoint" not in " ".join(plan.reason_texts())
 
 
 @pytest.mark.parametrize("unique, expected", [(100_000, 16_384), (1_000_000, 120_000), (20_000_000, 262_144)])
@@ -76,7 +76,7 @@ def test_what_the_user_gives_stays() -> None:
     own = best(own_corpus=True, overrides=given)
     config, epochs = own.best.config, own.best.candidate.tokens[1] / UNIQUE
     assert config["optim"]["weight_decay_epochs"] == 8 and config["checkpoint"]["keep_best"] is False
-    said = " ".join(own.reasons)
+    said = " ".join(own.reason_texts())
     assert f"weight decay is {epochs / 8:.1f} times" in said and "best checkpoint" not in said
     assert config["dropout"] == 0.1 and "0.1 of the values" in said
 
@@ -96,7 +96,7 @@ def test_what_a_file_of_the_user_sets_stays(tmp_path: Path) -> None:
     config = plan.best.config
     assert config["data"]["packing"] == "best-fit" and config["evaluate"]["every"] == "500 steps"
     assert config["optim"]["weight_decay_epochs"] == 8 and config["checkpoint"]["keep_best"] is True
-    assert "documents are shuffled" not in " ".join(plan.reasons)
+    assert "documents are shuffled" not in " ".join(plan.reason_texts())
     assert "--data.packing" not in plan.best.command and "--checkpoint.keep_best true" in plan.best.command
 
 
@@ -113,14 +113,16 @@ def test_a_refusal_names_the_mode(given: dict[str, Any]) -> None:
 def test_a_decay_that_cannot_grow_stays(optim: dict[str, Any]) -> None:
     own = best(own_corpus=True, overrides={"optim": optim})
     assert "weight_decay_epochs" not in own.best.config["optim"]
-    assert own.best.config["data"]["packing"] == "shuffled" and "weight decay is" not in " ".join(own.reasons)
+    assert own.best.config["data"]["packing"] == "shuffled" and "weight decay is" not in " ".join(
+        own.reason_texts()
+    )
 
 
 def test_a_limit_on_size_is_said() -> None:
     """With a long time, the best model is the largest that the text allows."""
     plan = make_plan(made.request(value=48.0, unique_tokens=UNIQUE, own_corpus=True))
     assert plan.best.candidate.weights <= MAX_WEIGHTS_PER_TOKEN * UNIQUE
-    assert "larger models than 40M weights" in " ".join(plan.reasons)
+    assert "larger models than 40M weights" in " ".join(plan.reason_texts())
 
 
 def test_it_needs_the_size_of_the_text(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def test_bf16_stays_the_default_and_fp8_is_offered_with_its_gain() -> None:
     (offer,) = plan.alternatives
     assert (offer["precision"], offer["option"], offer["source"]) == ("fp8", "--precision fp8", "modelled")
     told = f"--precision fp8 is an alternative: {offer['speed']:.2f} times the speed of BF16 (modelled"
-    (reason,) = [reason for reason in plan.reasons if "alternative" in reason]
+    (reason,) = [reason for reason in plan.reason_texts() if "alternative" in reason]
     assert reason.startswith(told) and reason.endswith("docs/precision.md")
     assert "llmq" in reason  # the published pairs are given too
     # Choosing the offer gives the plan that was offered.
@@ -40,7 +40,7 @@ def test_a_measured_gain_goes_before_the_model() -> None:
     )
     (offer,) = plan.alternatives
     assert offer["speed"] == 1.61 and offer["modelled_speed"] != 1.61
-    assert any("1.61 times the speed of BF16 (measured: one pair" in reason for reason in plan.reasons)
+    assert any("1.61 times the speed of BF16 (measured: one pair" in reason for reason in plan.reason_texts())
     assert planned(measured_fp8=Speedup(0.97, "measured: one pair")).alternatives == ()
 
 
@@ -57,7 +57,7 @@ def test_where_it_is_not_offered(what: str, options: dict[str, Any]) -> None:
     given = made.given("340m", **options.pop("overrides", {}))
     request = made.request("tokens", 1e9, given=given)
     plan = make_plan(type(request)(**{**vars(request), **options}))
-    assert plan.alternatives == () and not any("offered" in reason for reason in plan.reasons), what
+    assert plan.alternatives == () and not any("offered" in reason for reason in plan.reason_texts()), what
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8-rowwise", "nvfp4", "nvfp4-eden", "fp8-nvfp4"])
@@ -81,7 +81,9 @@ def test_quantised_runs_are_never_sharded() -> None:
 
 def test_emulated_is_said_wherever_speed_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned(precision="nvfp4")
-    assert any("nvfp4 is emulated" in reason and "of BF16's speed" in reason for reason in plan.reasons)
+    assert any(
+        "nvfp4 is emulated" in reason and "of BF16's speed" in reason for reason in plan.reason_texts()
+    )
     assert plan.to_json()["speed"]["emulated"] is True
     show(plan, details=True)
     out = " ".join(capsys.readouterr().out.split())
@@ -91,7 +93,7 @@ def test_emulated_is_said_wherever_speed_is_shown(capsys: pytest.CaptureFixture[
 
     native = planned(precision="fp8")
     assert native.to_json()["speed"]["emulated"] is False
-    assert not any("emulated" in reason for reason in native.reasons)
+    assert not any("emulated" in reason for reason in native.reason_texts())
     never = planned(precision="fp8", overrides={"precision": {"name": "fp8", "native": "never"}})
     assert never.best.estimate.setting.emulated
 
@@ -106,12 +108,16 @@ def test_native_nvfp4_would_be_priced_and_said_to_be_unseen(monkeypatch: pytest.
     )  # fmt: skip
     request = type(request)(**{**vars(request), "card": card})
     planned_ = make_plan(request)
-    assert any("nvfp4 is planned as emulated" in why and "has FP4 units" in why for why in planned_.reasons)
+    assert any(
+        "nvfp4 is planned as emulated" in why and "has FP4 units" in why for why in planned_.reason_texts()
+    )
     emulated = planned_.best
     monkeypatch.setattr("deskside.plan.card.TRAINED_NATIVELY", ("fp8", "nvfp4"))
     plan = make_plan(request)
-    assert any("has not run them on such a card" in reason for reason in plan.reasons)
-    assert any("how close nvfp4 comes to it is in docs/precision.md" in reason for reason in plan.reasons)
+    assert any("has not run them on such a card" in reason for reason in plan.reason_texts())
+    assert any(
+        "how close nvfp4 comes to it is in docs/precision.md" in reason for reason in plan.reason_texts()
+    )
     assert plan.best is not None and emulated is not None
     assert emulated.estimate.setting.emulated and not plan.best.estimate.setting.emulated
     assert plan.best.estimate.tokens_per_second[1] > emulated.estimate.tokens_per_second[1]
@@ -128,7 +134,7 @@ def test_cached_weights_are_given_up_where_memory_is_short() -> None:
     assert plenty.best is not None and plenty.best.candidate.setting.copies == "step"
     assert plenty.best.estimate.memory.items["copies"] > 0
     assert plan.best is not None and plan.best.candidate.setting.copies == "use"
-    assert any("--precision.weight_cache false" in reason for reason in plan.reasons)
+    assert any("--precision.weight_cache false" in reason for reason in plan.reason_texts())
     assert any("weights converted at each use" in remedy.what for remedy in plan.remedies)
     assert "--precision.weight_cache false" in plan.best.command
     assert merge.build([plan.best.config]).precision.weight_cache is False
@@ -166,7 +172,7 @@ def test_pairs_of_probe_points() -> None:
 def test_what_experts_are_computed_in_is_said(gpu: str, precision: str, notes: int, tmp_path: Path) -> None:
     asked = ask(gpu=gpu, preset="indicmoe-60m", tokens="1B", precision=precision, probes=str(tmp_path))
     plan = make_plan(asked)
-    said = [reason for reason in plan.reasons if "experts" in reason]
+    said = [reason for reason in plan.reason_texts() if "experts" in reason]
     assert len(said) == notes
     assert not said or "fp8-rowwise" in said[0]
 

@@ -37,7 +37,7 @@ def planned(unique: int | None, of_hours: float, **options: object) -> Plan:
 def test_any_text_in_any_time(unique: int, of_hours: float, own_corpus: bool, text: TextBaselines) -> None:
     plan = planned(unique, of_hours, own_corpus=own_corpus, text=text)
     if plan.best is None:
-        assert plan.verdict == "no" and plan.reasons
+        assert plan.verdict == "no" and plan.reason_texts()
         return
     smallest = next(models(plan.request))
     for band in plan.bands:
@@ -53,10 +53,10 @@ def test_any_text_in_any_time(unique: int, of_hours: float, own_corpus: bool, te
         assert decay_for_epochs(epochs, 4) <= USEFUL_EPOCHS / 4
     best = plan.best.candidate
     if best.weights > MAX_WEIGHTS_PER_TOKEN * unique:
-        said = " ".join(plan.text_notes)
+        said = " ".join(plan.reason_texts("text"))
         assert "more than 2 weights per token" in said and "are left out" not in said
     if best.forecast != best.loss:
-        assert "rough guess" in " ".join(plan.text_notes)
+        assert "rough guess" in " ".join(plan.reason_texts("text"))
 
 
 @settings(max_examples=8)
@@ -76,13 +76,13 @@ def test_the_text_of_a_stranger() -> None:
     assert len(best["loss"]["outside_measured"]) == 4
     assert best["time"]["pretraining_seconds"]["expected"] < 300 and plan.hours["pretraining"] < 0.1
     assert best["config"]["schedule"]["length"] == "9.2M tokens"
-    assert "too small for this time" in " ".join(plan.text_notes)
+    assert "too small for this time" in " ".join(plan.reason_texts("text"))
 
 
 def test_tokens_of_the_user_stay_with_a_warning() -> None:
     plan = make_plan(ask(gpu="rtx4090", tokens="1B", unique_tokens="230k"))
     assert plan.best is not None and plan.best.candidate.tokens[1] == 1e9
-    assert f"{USEFUL_EPOCHS} times is worth nothing" in " ".join(plan.text_notes)
+    assert f"{USEFUL_EPOCHS} times is worth nothing" in " ".join(plan.reason_texts("text"))
 
 
 @pytest.mark.parametrize("budget", [{"flops": 1e19}, {"preset": "124m"}])
@@ -91,7 +91,7 @@ def test_other_budgets_end_early_too(budget: dict[str, object]) -> None:
     assert plan.best is not None
     best = plan.best.candidate
     assert best.tokens[1] == most_tokens(plan.request, best.setting) < 1e8
-    assert "too small" in " ".join(plan.text_notes)
+    assert "too small" in " ".join(plan.reason_texts("text"))
 
 
 def test_a_loss_out_of_reach() -> None:

@@ -53,7 +53,7 @@ def test_yes_if_names_the_change_and_carries_it_out() -> None:
     assert best is not None
     config = merge.build([best.config])
     assert config.compute.activation_checkpointing != "none"
-    assert any(config.compute.activation_checkpointing in reason for reason in plan.reasons)
+    assert any(config.compute.activation_checkpointing in reason for reason in plan.reason_texts())
     *_, (_, shape, spec) = best.candidate.setting.step_specs()
     needed = training_memory(shape, spec).reserved * (1 + request.calibration.memory_spread)
     assert needed + request.calibration.overhead_bytes <= request.card.memory_bytes
@@ -75,7 +75,7 @@ def test_no_says_what_would_be_needed() -> None:
     # Weights need 2 bytes each, whatever is recomputed or offloaded.
     assert plan.requested is not None
     assert 2 * num_params(plan.requested.setting.model) > 4 * GIB
-    would = " ".join(plan.reasons)
+    would = " ".join(plan.reason_texts())
     assert "a card with 32 GiB" in would and "of the depth series that fits" in would
     kinds = {remedy.kind for remedy in plan.remedies}
     assert kinds == {"change", "hardware", "other model", "elsewhere"}
@@ -89,7 +89,7 @@ def test_states_on_the_host_are_a_change() -> None:
     assert plan.verdict == "yes-if" and plan.best is not None
     optim = merge.build([plan.best.config]).optim
     assert optim.name == "muon" and optim.offload
-    assert any("--optim.offload" in reason for reason in plan.reasons)
+    assert any("--optim.offload" in reason for reason in plan.reason_texts())
     saving = {r.what: r for r in plan.remedies}["optimizer states in the host's memory"]
     assert saving.kind == "change" and saving.saves_bytes > 5 * GIB
     assert "of the host's memory" in saving.costs
@@ -172,7 +172,7 @@ def test_a_micro_batch_by_hand_that_is_too_large_is_a_yes_if() -> None:
 def test_a_model_that_is_too_large_for_the_hours_is_told_so() -> None:
     plan = make_plan(made.request(value=5.0, memory_gib=80.0, given=made.given("d30")))
     assert plan.verdict == "yes-if"
-    assert any("tokens per parameter" in reason for reason in plan.reasons)
+    assert any("tokens per parameter" in reason for reason in plan.reason_texts())
     # With the time that the reason names, it is a plain yes.
     assert make_plan(made.request(value=5000.0, memory_gib=80.0, given=made.given("d30"))).verdict == "yes"
 
@@ -182,7 +182,7 @@ def test_a_model_that_reads_too_little_is_told_so_though_it_fits() -> None:
     request = made.request(value=24.0, memory_gib=32.0, tflops=210.0, given=made.given("1.3b"))
     plan = make_plan(request)
     assert plan.requested is not None and plan.requested.fits == "fits" and plan.best is not None
-    told = [reason for reason in plan.reasons if "tokens per parameter" in reason]
+    told = [reason for reason in plan.reason_texts() if "tokens per parameter" in reason]
     assert plan.verdict == "yes-if" and len(told) == 1 and "trained in the same way" in told[0]
     # The warning starts at a third of the best number of tokens, whatever the budget is. Tokens are not hours, so a
     # smaller model gains nothing.
@@ -192,7 +192,7 @@ def test_a_model_that_reads_too_little_is_told_so_though_it_fits() -> None:
             made.request("tokens", share * right, memory_gib=32.0, tflops=210.0, given=made.given("1.3b"))
         )
         assert other.verdict == "yes"
-        assert any("tokens per parameter" in reason for reason in other.reasons) == said
+        assert any("tokens per parameter" in reason for reason in other.reason_texts()) == said
 
 
 def test_a_size_is_compared_with_what_is_trained_alike() -> None:
@@ -201,14 +201,18 @@ def test_a_size_is_compared_with_what_is_trained_alike() -> None:
     assert best is not None and len(best.candidate.setting.stages) > 1
     for optimizer in ("muon", "adamw"):
         plan = make_plan(made.request(value=24.0, given=made.given(best.preset, optim={"name": optimizer})))
-        assert not any("trained in the same way" in reason for reason in plan.reasons)
+        assert not any("trained in the same way" in reason for reason in plan.reason_texts())
 
 
 def test_too_little_time_and_a_loss_out_of_reach_are_a_no() -> None:
     short = make_plan(made.request(value=0.02, given=made.given("124m")))
-    assert short.verdict == "no" and "time is too short" in short.reasons[0]
+    assert short.verdict == "no" and "time is too short" in short.reason_texts()[0]
     deep = make_plan(made.request("loss", 0.70, given=made.given("124m")))
-    assert deep.verdict == "no" and "out of reach" in deep.reasons[0]
+    assert deep.verdict == "no" and "out of reach" in deep.reason_texts()[0]
+    for plan in (short, deep):
+        assert (
+            plan.reason_texts("against") == plan.reason_texts()[:1]
+        )  # that the model fits is another reason
 
 
 @settings(max_examples=examples(6, 15), deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -278,8 +282,8 @@ def test_a_range_never_reaches_a_standstill() -> None:
 def test_text_that_is_read_too_often_is_told(unique: int | None, told: bool, preset: str | None) -> None:
     model = None if preset is None else made.given(preset)
     plan = make_plan(made.request("tokens", 1e9, given=model, unique_tokens=unique))
-    assert any("200M tokens of text 5 times" in reason for reason in plan.reasons) == told
-    assert any("of text" in reason for reason in plan.reasons) == told
+    assert any("200M tokens of text 5 times" in reason for reason in plan.reason_texts()) == told
+    assert any("of text" in reason for reason in plan.reason_texts()) == told
     assumed = [note for note in plan.notes if note.startswith("text: 1B unique tokens are assumed")]
     assert len(assumed) == (unique is None)
 
@@ -460,8 +464,8 @@ def test_an_unknown_architecture_is_said_and_has_a_wider_range() -> None:
     known, unknown = (
         make_plan(ask(gpu=name, preset="124m", tokens="1B")) for name in ("a100 80gb sxm", "mi300x")
     )
-    assert not [reason for reason in known.reasons if "calibrates" in reason]
-    (said,) = [reason for reason in unknown.reasons if "calibrates CDNA3" in reason]
+    assert not [reason for reason in known.reason_texts() if "calibrates" in reason]
+    (said,) = [reason for reason in unknown.reason_texts() if "calibrates CDNA3" in reason]
     assert "ROCm" in said and "untested" in said
     assert known.best is not None and unknown.best is not None
     assert unknown.best.estimate.speed_spread > known.best.estimate.speed_spread
@@ -471,10 +475,10 @@ def test_passes_that_wait_for_the_host_are_said() -> None:
     small = {"batch": {"micro_tokens": 512, "sequence_length": 512, "tokens": 8192}}
     plan = make_plan(ask(gpu="h200", preset="124m", tokens="1B", overrides=small))
     assert plan.best is not None and plan.best.estimate.host_bound
-    assert any(reason.startswith("host-bound") and "512 tokens" in reason for reason in plan.reasons)
+    assert any(reason.startswith("host-bound") and "512 tokens" in reason for reason in plan.reason_texts())
     assert plan.best.estimate.speed_spread > 0.5
     plain = make_plan(ask(gpu="h200", preset="124m", tokens="1B"))
-    assert not any(reason.startswith("host-bound") for reason in plain.reasons)
+    assert not any(reason.startswith("host-bound") for reason in plain.reason_texts())
 
 
 def test_what_waits_on_the_host_has_to_fit_there() -> None:
@@ -488,7 +492,7 @@ def test_what_waits_on_the_host_has_to_fit_there() -> None:
         plan = make_plan(replace(request, card=replace(request.card, host_bytes=host_bytes)))
         assert plan.verdict == "yes-if" and plan.best is not None
         needed.append(sum(plan.best.estimate.setting.host_memory.values()))
-        assert any("of the host's memory" in reason for reason in plan.reasons) == bool(needed[-1])
+        assert any("of the host's memory" in reason for reason in plan.reason_texts()) == bool(needed[-1])
         host = memory_json(plan.request, plan.best.estimate)["host"]
         # of weights and states, which checkpoints are written from
         copy = host["items"].get("checkpoint", 0)
@@ -504,7 +508,7 @@ def test_a_run_that_fits_on_the_card_also_has_to_fit_on_its_host() -> None:
     plan = make_plan(replace(request, card=replace(request.card, host_bytes=8 * GIB)))
     assert plan.verdict == "yes-if" and plan.best is not None
     assert plan.best.estimate.fits_host(8 * GIB)
-    assert any("too much for the host" in reason for reason in plan.reasons)
+    assert any("too much for the host" in reason for reason in plan.reason_texts())
 
 
 @pytest.mark.parametrize("background", [True, False, "auto"])
