@@ -26,7 +26,7 @@ from deskside.probe.sweep_display import progress_listener
 from deskside.utils import signals
 from deskside.utils.console import say, say_interrupted
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.format import count
+from deskside.utils.format import count, plural
 from deskside.utils.printer import Printer
 
 CALIBRATION_MINUTES = 3.0
@@ -42,7 +42,8 @@ class ProbeOptions(JsonOption):
     A point is a model with a sequence length and training options. Without --preset and --depth,
     a few points that calibrate the planner are measured, in at most 3 minutes.
 
-    Stored points are not measured again, so an interrupted probe continues where it stopped.
+    Stored points are not measured again, so an interrupted probe continues where it stopped. So does one with
+    --again: the same command measures only what is left of it.
 
     --share writes all results of this card, driver and software, and the verdicts of deskside doctor --quick, to one
     file for other owners of such a card. It is shown first, and names no person, host, path or serial number.
@@ -121,11 +122,11 @@ def probe(options: ProbeOptions, point_target: str = MEASURE_POINT, card_target:
     if result.interrupted and not options.json:  # the other points are no news
         result.point_results = [each for each in result.point_results if each.row is not None]
     if result.point_results or not result.interrupted:
-        _show(result, machine, store, options.json)
+        _show(result, machine, store, options)
     if result.interrupted:
-        count = sum(point_result.origin == "measured" for point_result in result.point_results)
+        measured = sum(point_result.origin == "measured" for point_result in result.point_results)
         say_interrupted(
-            f"interrupted: {count} points measured and stored; run the same command again to continue"
+            f"interrupted: {plural(measured, 'point')} measured and stored; run the same command again to continue"
         )
         return 128 + result.interrupted
     _check_measured(result, options)
@@ -201,7 +202,7 @@ def _choices(option: str, text: str | None, allowed: Sequence[str]) -> list[str]
     return words
 
 
-def _show(result: SweepResult, machine: Machine, store: Store, as_json: bool) -> None:
+def _show(result: SweepResult, machine: Machine, store: Store, options: ProbeOptions) -> None:
     picture: Path | None = None
     if result.rows():
         # Imports matplotlib, which takes half a second. --help and usage errors do not need it.
@@ -209,16 +210,16 @@ def _show(result: SweepResult, machine: Machine, store: Store, as_json: bool) ->
 
         picture = store.folder / f"{slug(machine.card)}.png"
         draw(result.rows(), machine.card, picture)
-    if as_json:
+    if options.json:
         print_json(_as_json(result, machine, store, picture))
         return
     printer = Printer()
     printer.text(f"{machine.card}, {machine.memory_bytes / 2**30:.1f} GiB, torch {machine.torch}", "strong")
     stored = sum(point_result.origin == "stored" for point_result in result.point_results)
     if stored:
-        printer.text(
-            f"{stored} of {len(result.point_results)} points were stored before; --again measures them again"
-        )
+        of = f"{stored} of {plural(len(result.point_results), 'point')}"
+        before = "stored before; --again measures them again"
+        printer.text(f"{of} were {'measured again before this continued' if options.again else before}")
     table.show(printer, result.point_results)
     if picture is not None:
         files = {"rows": store.path(machine.card), "map": picture}

@@ -2,7 +2,7 @@
 
 Every result is stored before the next point starts, so an interrupted sweep continues where it stopped. A point that
 would probably end after the deadline is not started. One that still runs at the deadline is killed, and nothing is
-stored for it.
+stored for it. A sweep that measures stored points again continues in the same way (`repetition.py`).
 """
 
 import time
@@ -19,6 +19,7 @@ from deskside.probe.grid import (
     estimate_seconds,
     needs_at_least_as_much_memory,
 )
+from deskside.probe.repetition import Repetition
 from deskside.utils import child_process, signals
 from deskside.utils.machine import Machine
 
@@ -86,7 +87,7 @@ class Sweep:
         machine: The machine that is measured.
         listener: Receives the progress.
         deadline: Value of `clock` at which the sweep ends, in seconds; None without a limit.
-        again: Measure stored points again.
+        again: Measure stored points again, but not those that an interrupted sweep has measured again.
         point_target: Function that measures a point, called in a child process.
         card_target: Function that benchmarks the device itself.
         run: Calls a target in a child process, like `child_process.run`.
@@ -102,6 +103,7 @@ class Sweep:
     card_target: str = MEASURE_CARD
     run: Callable[..., child_process.ProcessOutcome] = child_process.run
     clock: Callable[[], float] = time.monotonic
+    _repetition: Repetition | None = field(default=None, init=False)
 
     def measure(self, points: Sequence[Point]) -> SweepResult:
         """Benchmark the device, then measure the points in order, skipping those that would not end by the deadline.
@@ -109,18 +111,38 @@ class Sweep:
         KeyboardInterrupt ends the sweep, and the result says so. Raises UsageError if the store cannot be read and
         written at the start, RunError if a later write fails, and Busy if another process is measuring.
         """
-        result, pending, _ = self._split_stored(points)
-        if result.card is not None and not pending:
-            return result
+        if not self.again:
+            result, pending, _ = self._split_stored(points, None)
+            if result.card is not None and not pending:
+                return result
         with self.store.measuring(self.machine.card):
+            repetition = self._repetition = self._open_repetition(points)
             # Read the store again: another process may have measured some points meanwhile.
-            return self._measure_all(points, *self._split_stored(points))
+            result = self._measure_all(points, *self._split_stored(points, repetition))
+            complete = result.card is not None and all(each.row is not None for each in result.point_results)
+            if repetition is not None and complete and not result.interrupted:
+                repetition.finish()
+            return result
 
-    def _split_stored(self, points: Sequence[Point]) -> tuple[SweepResult, list[Point], dict[str, Row]]:
-        """Return the stored results, the remaining points, and the stored rows by their hash."""
-        stored = {} if self.again else {row["hash"]: row for row in self.store.rows(self.machine)}
+    def _open_repetition(self, points: Sequence[Point]) -> Repetition | None:
+        if not self.again:
+            return None
+        hashes = [self._card_hash, *(hash_of(self._key(point)) for point in points)]
+        return Repetition.open(self.store, self.machine.card, hashes)
+
+    def _split_stored(
+        self, points: Sequence[Point], repetition: Repetition | None
+    ) -> tuple[SweepResult, list[Point], dict[str, Row]]:
+        """Return the stored results, the remaining points, and the stored rows by their hash.
+
+        With a repetition, only what it has measured counts as stored.
+        """
+        rows = self.store.rows(self.machine)
+        stored = {
+            row["hash"]: row for row in rows if repetition is None or row["hash"] in repetition.measured
+        }
         result = SweepResult()
-        card = stored.get(hash_of(make_key(self.machine, {})))
+        card = stored.get(self._card_hash)
         if card is not None and card["kind"] == "card" and card["status"] == "ok":
             result.card = card
         pending: list[Point] = []
@@ -168,7 +190,7 @@ class Sweep:
             return None
         key = make_key(self.machine, {})
         row = make_row("card", key, outcome.status, outcome.value, outcome.error, outcome.seconds)
-        self.store.add(row)
+        self._add(row)
         self.listener.card(row)
         return row
 
@@ -225,8 +247,14 @@ class Sweep:
             return PointResult(point, None, "no time")
         key = self._key(point)
         row = make_row("point", key, outcome.status, outcome.value, outcome.error, outcome.seconds)
-        self.store.add(row)
+        self._add(row)
         return PointResult(point, row, "measured")
+
+    def _add(self, row: Row) -> None:
+        """Store what was measured."""
+        self.store.add(row)
+        if self._repetition is not None:
+            self._repetition.add(row)
 
     def _estimated_seconds(self, point: Point, result: SweepResult) -> float:
         measured = [
@@ -239,6 +267,10 @@ class Sweep:
 
     def _seconds_left(self) -> float:
         return float("inf") if self.deadline is None else self.deadline - self.clock()
+
+    @property
+    def _card_hash(self) -> str:
+        return hash_of(make_key(self.machine, {}))
 
     def _key(self, point: Point) -> dict[str, object]:
         return make_key(self.machine, point.spec)

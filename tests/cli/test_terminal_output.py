@@ -66,7 +66,7 @@ def show_probe() -> None:
     machine: Machine = MACHINE
     found = [make_result(SMALL), make_result(SMALL, "skipped", "needs more memory than the card has, " * 4)]
     result = SweepResult(point_results=found)
-    probe._show(result, machine, open_store("probes"), as_json=False)
+    probe._show(result, machine, open_store("probes"), probe.ProbeOptions())
 
 
 def show_study() -> None:

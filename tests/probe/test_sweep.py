@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deskside.measurements.store import Row, open_store
+from deskside.measurements.store import Row, open_store, slug
 from deskside.probe.grid import Point, needs_at_least_as_much_memory, order
 from deskside.probe.sweep import MEASURE_CARD, PointResult, Sweep
 from deskside.utils.child_process import ProcessOutcome
@@ -128,6 +128,38 @@ def test_an_interrupted_sweep_goes_on(tmp_path: Path) -> None:
     assert not {repr(s["model"]) + str(s["sequence_length"]) for s in again.called} & {
         repr(f.point.spec["model"]) + str(f.point.sequence_length) for f in measured
     }
+
+
+def test_an_interrupted_repetition_goes_on(tmp_path: Path) -> None:
+    """What was measured again before the interruption is kept; after the last point, all are measured again."""
+    points = [point for point in POINTS if point.sequence_length == 512]
+    make_sweep(tmp_path, World()).measure(points)
+    first = make_sweep(tmp_path, World(interrupt_at=3), again=True).measure(points)
+    assert first.interrupted and [f.origin for f in first.point_results].count("measured") == 2
+    # The time limit ends it too: it has room for the next point only.
+    world = World()
+    second = make_sweep(tmp_path, world, seconds=50.0, again=True).measure(points)
+    assert [f.origin for f in second.point_results[:2]] == ["stored", "stored"]
+    third_world = World()
+    third = make_sweep(tmp_path, third_world, again=True).measure(points)
+    assert world.called and third_world.called
+    assert len(world.called) + len(third_world.called) == len(points) - 2
+    assert len(third_world.begun) == len(third_world.called)  # the card was measured again by the first
+    assert "no time" not in {f.status for f in third.point_results}
+    anew = World()
+    make_sweep(tmp_path, anew, again=True).measure(points)
+    assert len(anew.called) == len(points) and len(anew.begun) == len(points) + 1
+
+
+def test_a_repetition_of_other_points_begins_anew(tmp_path: Path) -> None:
+    make_sweep(tmp_path, World(interrupt_at=3), again=True).measure(POINTS)
+    world = World()
+    make_sweep(tmp_path, world, again=True).measure(POINTS[:1])
+    assert len(world.called) == 1
+    (tmp_path / f".{slug(MACHINE.card)}.again.json").write_text("{")  # damaged
+    world = World()
+    make_sweep(tmp_path, world, again=True).measure(POINTS[:2])
+    assert len(world.called) == 2
 
 
 def test_failures_are_kept_and_tried_again(tmp_path: Path) -> None:
