@@ -37,8 +37,13 @@ def commands_page() -> str:
             lines += ["", "```bash", *(line.strip() for line in block.splitlines()), "```", ""]
             lines += _prose(rest, "")
         groups = command.groups()
-        if groups["options"]:
-            lines += ["", *_table("option", groups["options"])]
+        for title, arguments in command.sections().items():
+            lines += [
+                "",
+                f"{title.capitalize()}:",
+                "",
+                *_table("argument" if title == "arguments" else "option", arguments),
+            ]
         if groups.get("align"):
             lines += ["", "Of the objective:", "", *_table("option", groups["align"])]
         if command.configuration:

@@ -17,6 +17,7 @@ from deskside.utils.printer import Printer, Row
 from deskside.weights.hf_families import FAMILIES
 from deskside.weights.published import PublishedCheckpoint, published_checkpoints
 
+_MEMORY = "memory that fine-tuning needs"  # section of the help
 _COLUMNS = {"full": "full", "lora": "LoRA", "qlora": "4-bit LoRA"}
 
 
@@ -24,8 +25,8 @@ _COLUMNS = {"full": "full", "lora": "LoRA", "qlora": "4-bit LoRA"}
 class ModelsOptions(JsonOption):
     """List the families of Hugging Face models that load, train and export, with published checkpoints.
 
-    With a card, also list the GPU memory that fine-tuning needs: all weights with AdamW, adapters, and adapters of a
-    base in 4 bits.
+    With --gpu or --here, also list the GPU memory that fine-tuning needs: all weights with AdamW, adapters, and
+    adapters of a base in 4 bits.
 
     Examples:
       deskside models
@@ -34,11 +35,13 @@ class ModelsOptions(JsonOption):
     """
 
     name: str | None = option(
-        "only families and checkpoints whose name contains this", None, metavar="NAME", positional=True
+        "list only families and checkpoints whose name contains this", None, metavar="NAME", positional=True
     )
-    gpu: str | None = option("a GPU such as rtx4090; list: show all", None, metavar="NAME")
-    here: bool = option("for the GPU of this machine", False)
-    probes: str = option("directory of deskside probe's results", "probes", metavar="DIR")
+    gpu: str | None = option(
+        "on this GPU, such as rtx4090; --gpu list shows the known GPUs", None, metavar="GPU", section=_MEMORY
+    )
+    here: bool = option("on the GPU of this machine", False, section=_MEMORY)
+    probes: str = option("directory of deskside probe's results", "probes", metavar="DIR", section=_MEMORY)
 
 
 COMMAND = Command("models", ModelsOptions)

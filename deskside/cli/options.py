@@ -36,6 +36,7 @@ def option(
     metavar: str | None = None,
     positional: bool = False,
     may_be_empty: bool = False,
+    section: str = "",
 ) -> Any:
     """Return a dataclass field for a command-line option. An option without a default is required.
 
@@ -46,6 +47,7 @@ def option(
         metavar: Placeholder of the value in the help.
         positional: Whether the value is given without the option's name.
         may_be_empty: Whether an empty string is accepted.
+        section: Title of the help's section that lists the option; by default "options", and "arguments" if positional.
     """
     metadata = {
         "help": help,
@@ -53,6 +55,7 @@ def option(
         "metavar": metavar,
         "positional": positional,
         "may_be_empty": may_be_empty,
+        "section": section or ("arguments" if positional else "options"),
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -132,7 +135,7 @@ class Command(Generic[Options]):
         group: a group of configuration keys, "all", or "" for the command's own and its common options.
         """
         groups = self.groups()
-        command_options = groups.pop("options")
+        del groups["options"]
         if group and group != "all" and group not in groups:
             raise UsageError(
                 f"--help {group}: there is no such group of options; groups are {', '.join([*groups, 'all'])}"
@@ -140,7 +143,7 @@ class Command(Generic[Options]):
         shown: Groups = {}
         about = epilog = None
         if group in ("", "all"):
-            shown["options"] = command_options
+            shown |= self.sections()
             about = description(self.options.__doc__ or "")
         else:
             shown[f"{group} ({group_description(group, self.align)})"] = groups[group]
@@ -173,6 +176,15 @@ class Command(Generic[Options]):
         fields = _ordered_fields(self.options)
         own = [_command_argument(field, hints[field.name], self.defaults.get(field.name)) for field in fields]
         return {"options": own} | (config_groups(self.align, self.defaults) if self.configuration else {})
+
+    def sections(self) -> Groups:
+        """Return the command's own options in the sections of its help: the arguments first, other options last."""
+        titles = [field.metadata["section"] for field in _ordered_fields(self.options)]
+        first_to_last = sorted(
+            dict.fromkeys(titles), key=lambda title: (title != "arguments", title == "options")
+        )
+        own = list(zip(titles, self.groups()["options"], strict=True))
+        return {title: [argument for of, argument in own if of == title] for title in first_to_last}
 
     def _command_options(self, parsed: argparse.Namespace) -> Options:
         """Return the command's own options, validated. Raises UsageError for a missing or wrong value."""

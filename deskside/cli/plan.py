@@ -27,6 +27,10 @@ from deskside.utils.console import say
 from deskside.utils.errors import UsageError
 from deskside.utils.parsing import read_json_object
 
+# Sections of the help
+_MACHINE, _BUDGET, _MODEL = "machine", "budget, for which the best model is found", "model, which is judged"
+_TRAINING, _COST, _CLAIM = "training", "cost and rented GPUs", "claims to check"
+
 
 @dataclass(kw_only=True)
 class PlanOptions(PlanQuestion, JsonOption):
@@ -48,54 +52,73 @@ class PlanOptions(PlanQuestion, JsonOption):
       deskside plan --gpu rtx5090 --depth 24 --claim-step-seconds 1
     """
 
-    gpu: str | None = option("a GPU such as rtx4090; list: show all", None, metavar="NAME")
-    here: bool = option("plan for this machine", False)
-    hours: Annotated[float | None, HOURS] = option(
-        "budget: total wall-clock time, such as 24, 24h or 90m", None, metavar="H"
+    gpu: str | None = option(
+        "a GPU such as rtx4090; --gpu list shows the known GPUs", None, metavar="GPU", section=_MACHINE
     )
-    tokens: str | None = option("budget: training tokens, such as 3B", None, metavar="N")
-    flops: float | None = option("budget: training FLOPs, such as 4e19", None, metavar="F")
-    loss: float | None = option("budget: bits per byte to reach", None, metavar="L")
-    preset: str | None = option("model: a preset or a .toml file", None, metavar="P")
-    depth: int | None = option("model: from the depth series", None, metavar="D")
-    init: str | None = option(f"model: the shape of {MODEL_HELP}", None, metavar="MODEL")
-    params: str | None = option("model: nearest size of the depth series, such as 3B", None, metavar="N")
-    gpus: int = option("number of GPUs of this kind in one machine", 1, metavar="N")
-    precision: str | None = option("recipe such as fp8; default: bf16, on a CPU fp32", None, metavar="P")
-    sequence: int | None = option("tokens per row", None, metavar="T")
+    here: bool = option("this machine", False, section=_MACHINE)
+    gpus: int = option("number of GPUs of this kind in one machine", 1, metavar="N", section=_MACHINE)
+    probes: str = option("directory of deskside probe's results", "probes", metavar="DIR", section=_MACHINE)
+    hours: Annotated[float | None, HOURS] = option(
+        "total wall-clock time, such as 24, 24h or 90m", None, metavar="H", section=_BUDGET
+    )
+    tokens: str | None = option("training tokens, such as 3B", None, metavar="N", section=_BUDGET)
+    flops: float | None = option("training FLOPs, such as 4e19", None, metavar="F", section=_BUDGET)
+    loss: float | None = option("bits per byte to reach", None, metavar="L", section=_BUDGET)
+    preset: str | None = option("a preset or a .toml file", None, metavar="P", section=_MODEL)
+    depth: int | None = option("a model of the depth series", None, metavar="D", section=_MODEL)
+    init: str | None = option(f"the shape of {MODEL_HELP}", None, metavar="MODEL", section=_MODEL)
+    params: str | None = option(
+        "the nearest size of the depth series, such as 3B", None, metavar="N", section=_MODEL
+    )
+    precision: str | None = option(
+        "recipe such as fp8; default: bf16, on a CPU fp32", None, metavar="P", section=_TRAINING
+    )
+    sequence: int | None = option("tokens per row", None, metavar="T", section=_TRAINING)
     unique_tokens: str | None = option(
         "tokens of the data, default: those of --data.path; training on more tokens repeats them",
         None,
         metavar="N",
+        section=_TRAINING,
     )
     own_corpus: bool = option(
-        "regularize for reading a small corpus many times: more weight decay, the best checkpoint kept", False
+        "regularize for reading a small corpus many times: more weight decay, the best checkpoint kept",
+        False,
+        section=_TRAINING,
     )
-    price_kwh: float | None = option("dollars per kWh", None, metavar="X")
-    rent_per_hour: float | None = option("dollars per hour of renting such a GPU", None, metavar="Y")
+    price_kwh: float | None = option("dollars per kWh", None, metavar="X", section=_COST)
+    rent_per_hour: float | None = option(
+        "dollars per hour of renting such a GPU", None, metavar="Y", section=_COST
+    )
     cloud: str | None = option(
-        "write a SkyPilot task that carries out the plan on a rented GPU", None, metavar="FILE"
+        "write a SkyPilot task that carries out the plan on a rented GPU",
+        None,
+        metavar="FILE",
+        section=_COST,
     )
     cloud_runs: str | None = option(
-        "bucket for its run, such as s3://mine; allows cheaper spot machines", None, metavar="URL"
+        "bucket for its run, such as s3://mine; allows cheaper spot machines",
+        None,
+        metavar="URL",
+        section=_COST,
     )
     cloud_wheel: str | None = option(
-        "wheel of deskside to install there; default: from PyPI", None, metavar="WHL"
+        "wheel of deskside to install there; default: from PyPI", None, metavar="WHL", section=_COST
     )
-    probes: str = option("directory of deskside probe's results", "probes", metavar="DIR")
     details: bool = option("also memory, time and cost by item, and the source of each number", False)
     explain: str | None = option(
-        "formula, numbers and source of one item; list: show all", None, metavar="ITEM"
+        "formula, numbers and source of one item; --explain list shows the items",
+        None,
+        metavar="ITEM",
     )
-    claim_step_seconds: str | None = option("check a claim: seconds per step", None, metavar="S")
-    claim_memory_gib: str | None = option("check a claim: peak memory", None, metavar="G")
-    claim_vram_gib: str | None = option("check a claim: memory of the GPU", None, metavar="G")
-    claim_watts: str | None = option("check a claim: power of the GPU", None, metavar="W")
+    claim_step_seconds: str | None = option("seconds per step", None, metavar="S", section=_CLAIM)
+    claim_memory_gib: str | None = option("peak memory", None, metavar="G", section=_CLAIM)
+    claim_vram_gib: str | None = option("memory of the GPU", None, metavar="G", section=_CLAIM)
+    claim_watts: str | None = option("power of the GPU", None, metavar="W", section=_CLAIM)
     claim_tokens_per_second: str | None = option(
-        "check a claim: speed, such as 900 or 50-100", None, metavar="N"
+        "speed, such as 900 or 50-100", None, metavar="N", section=_CLAIM
     )
-    claim_steps: str | None = option("check a claim: this many steps ...", None, metavar="N")
-    claim_hours: str | None = option("... in this many hours", None, metavar="H")
+    claim_steps: str | None = option("this many steps ...", None, metavar="N", section=_CLAIM)
+    claim_hours: str | None = option("... in this many hours", None, metavar="H", section=_CLAIM)
 
 
 COMMAND = Command("plan", PlanOptions, configuration=True)

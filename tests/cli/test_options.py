@@ -6,6 +6,7 @@ from typing import Literal
 
 import pytest
 
+from deskside.cli import models, plan
 from deskside.cli.options import Command, option
 from deskside.utils.errors import UsageError
 
@@ -90,6 +91,31 @@ def test_help_fits(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monke
                  "{fast,slow}", "--share NUMBER", "--no-keep", "Forget everything.", "Up to 50 %."):  # fmt: skip
         assert part in text, part
     assert "None" not in text
+
+
+def test_the_help_has_a_section_for_each_kind_of_option() -> None:
+    @dataclass(kw_only=True)
+    class Grouped:
+        """Do something."""
+
+        plain: bool = option("the last", False)
+        length: int = option("how long", 1, section="size")
+        name: str | None = option("whose", None, metavar="NAME", positional=True)
+        width: int = option("how wide", 1, section="size")
+
+    def titles(text: str) -> list[str]:
+        return [line for line in text.splitlines() if line.endswith(":")]
+
+    text = Command("grouped", Grouped).help()
+    assert titles(text) == ["arguments:", "size:", "options:"]
+    assert text.index("NAME  ") < text.index("--length") < text.index("--width") < text.index("--plain")
+    parsed = Command("grouped", Grouped).parse(["x", "--width", "2"])
+    assert (parsed.name, parsed.width, parsed.length) == ("x", 2, 1)
+    text = models.COMMAND.help()
+    assert titles(text)[1:] == ["arguments:", "memory that fine-tuning needs:", "options:"]
+    assert text.index("options:\n") < text.index("--json  ")
+    # No section hides a group of the configuration.
+    assert set(titles(plan.COMMAND.help("all"))) >= {"budget, for which the best model is found:", "model:"}
 
 
 @dataclass
