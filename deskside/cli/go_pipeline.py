@@ -164,14 +164,14 @@ class Pipeline:
         return None
 
     def _train_in_processes(self) -> int:
-        """Train in one process for each GPU, and return the exit code: 0, or that of a signal."""
+        """Train in one process for each GPU, and return the exit code: 0, or that of a signal after a checkpoint.
+
+        Raises KeyboardInterrupt if a signal came before there was anything to save.
+        """
         self.state.save()  # they count the time from here
         path = self.run.path
         new = ["--runs", str(path.parent), "--name", path.name]
-        code = launch("go", ["--resume", str(path)] if has_begun(self.run) else new, self.request().gpus)
-        if code and not has_trained(self.run):
-            self.say(f"stopped; continue with: deskside go --resume {path}")
-        return code
+        return launch("go", ["--resume", str(path)] if has_begun(self.run) else new, self.request().gpus)
 
     def pilot(self) -> Any:
         """Return the `pilot.Pilot`, which has the configuration of the run, and its decision if there is one."""

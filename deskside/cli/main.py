@@ -90,7 +90,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise
             return _failed(f"deskside: {error}", "error", error.exit_code)
         except KeyboardInterrupt as error:
-            return _failed(signals.message(error), "stopped", 128 + signals.signal_number(error))
+            code = 128 + signals.signal_number(error)
+            return _failed(signals.message(error), "stopped", code, signals.remedies(error))
         except BrokenPipeError:  # the reader of standard output has ended, such as `head`
             return 1
         except OSError as error:
@@ -108,9 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _unexpected(error)
 
 
-def _failed(text: str, kind: launched.Kind, code: int) -> int:
+def _failed(text: str, kind: launched.Kind, code: int, remedies: Sequence[str] = ()) -> int:
     """Print an error, or send it to the launcher of this process, and return the exit code."""
-    if not launched.report(text, kind):
+    if not launched.report(text, kind, remedies):
         (say_interrupted if kind == "stopped" else say)(text)
     return code
 

@@ -31,7 +31,6 @@ from typing import Any
 
 from deskside.utils import launched, signals
 from deskside.utils.child_process import cpu_cores
-from deskside.utils.console import say_interrupted
 from deskside.utils.errors import ProcessError, RunError, UsageError
 from deskside.utils.quick_start import quick_imports
 
@@ -88,8 +87,9 @@ def process_count(gpus: str | None, device: str) -> int:
 def launch(arguments: Sequence[str], processes: int) -> int:
     """Run `deskside ARGUMENTS` in several processes of this machine.
 
-    Returns 0 if all end with 0, and 128 + N if signal N stopped them. Otherwise raises the error that caused the
-    others: UsageError, or ProcessError with the exit code of that process, 128 + N if signal N killed it.
+    Returns 0 if all end with 0, and 128 + N if signal N stopped them and rank 0 has said what it saved. Otherwise
+    raises KeyboardInterrupt after a signal, or the error that caused the others: UsageError, or ProcessError with the
+    exit code of that process, 128 + N if signal N killed it.
     """
     with quick_imports():
         from torch.distributed import TCPStore
@@ -100,15 +100,16 @@ def launch(arguments: Sequence[str], processes: int) -> int:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = range(processes)
     with tempfile.TemporaryDirectory(prefix="deskside-") as folder, _Forwarder() as forwarder:
-        context = start_processes(
-            "deskside",
-            sys.executable,
-            dict.fromkeys(ranks, ("-m", "deskside", *arguments)),
-            {rank: _environment(rank, processes, store.port) for rank in ranks},
-            DefaultLogsSpecs(folder, {rank: Std.ALL for rank in ranks if rank}),
-        )
-        try:
+        with signals.hold(signal.SIGINT):  # until `launched.begin`: a Python that starts prints a traceback
+            context = start_processes(
+                "deskside",
+                sys.executable,
+                dict.fromkeys(ranks, ("-m", "deskside", *arguments)),
+                {rank: _environment(rank, processes, store.port) for rank in ranks},
+                DefaultLogsSpecs(folder, {rank: Std.ALL for rank in ranks if rank}),
+            )
             forwarder.begin(context.pids())
+        try:
             ended_by_launcher = _wait(context, forwarder)
             result = context.wait(0)
         finally:
@@ -120,7 +121,7 @@ def launch(arguments: Sequence[str], processes: int) -> int:
         if not failures:
             return 0
         if forwarder.received and not any(_kind(failure) == "error" for failure in own.values()):
-            return _say_stopped(forwarder.received[0], failures)
+            return _stopped(forwarder.received[0], failures)
         raise _cause(own, processes, context.stderrs)
 
 
@@ -175,9 +176,7 @@ class _Forwarder:
         for number, previous in self._previous.items():
             signal.signal(number, previous)
         if isinstance(error, SignalException):  # a signal before `begin`; torch has ended the processes
-            if error.sigval == signal.SIGINT:
-                raise KeyboardInterrupt from None
-            raise signals.Interrupted(error.sigval) from None
+            raise signals.interrupt(error.sigval) from None
 
 
 def _wait(context: Any, forwarder: _Forwarder) -> list[int]:
@@ -222,16 +221,16 @@ def _kind(failure: Any) -> str | None:
     return kind
 
 
-def _say_stopped(number: int, failures: Mapping[int, Any]) -> int:
-    """Print that signal `number` stopped the processes, unless rank 0 has said what it saved. Return the exit code."""
-    saved = 0 in failures and failures[0].exitcode in STOPPED_CODES and _kind(failures[0]) is None
-    if not saved and 0 in failures and _kind(failures[0]) == "stopped":
-        say_interrupted(failures[0].message)  # with what continues the run
-    elif not saved:
-        say_interrupted(
-            "interrupted" if number == signal.SIGINT else f"interrupted by {signal.Signals(number).name}"
-        )
-    return 128 + number
+def _stopped(number: int, failures: Mapping[int, Any]) -> int:
+    """Return the exit code if rank 0 has said what it saved. Otherwise raise the interrupt, with rank 0's remedy."""
+    rank_0 = failures.get(0)
+    if rank_0 is not None and rank_0.exitcode in STOPPED_CODES and _kind(rank_0) is None:
+        return 128 + number
+    error = signals.interrupt(number)
+    if rank_0 is not None:
+        for remedy in rank_0.error_file_data.get("remedies", ()):
+            signals.add_remedy(error, remedy)
+    raise error
 
 
 def _cause(

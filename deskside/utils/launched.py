@@ -6,12 +6,14 @@ caused the others.
 
 import json
 import os
+import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
 import deskside
-from deskside.utils.signals import die_with
+from deskside.utils.signals import die_with, release
 
 LAUNCHER = "DESKSIDE_LAUNCHER"  # environment variable: process id of the launcher
 STARTED = "DESKSIDE_STARTED"  # environment variable: `deskside.STARTED` of the launcher
@@ -33,19 +35,27 @@ def is_launched() -> bool:
 
 
 def begin() -> None:
-    """In a launched process: end when the launcher ends, and count the run's time from the launcher's start."""
+    """In a launched process: end when the launcher ends, and count the run's time from the launcher's start.
+
+    Raises KeyboardInterrupt if Ctrl-C came before, when nothing could have handled it.
+    """
     if is_launched():
         die_with(int(os.environ[LAUNCHER]))
         deskside.STARTED = float(os.environ[STARTED])
+        release(signal.SIGINT)
 
 
-def report(text: str, kind: Kind) -> bool:
-    """Send the error that ends this process to the launcher. Return False if there is none, or if that failed."""
+def report(text: str, kind: Kind, remedies: Sequence[str] = ()) -> bool:
+    """Send the error that ends this process to the launcher. Return False if there is none, or if that failed.
+
+    remedies: of "stopped": what continues the work.
+    """
     if not is_launched():
         return False
     seconds = time.time()
     # torch reads `message` and `timestamp`.
     error = {"message": text, "timestamp": int(seconds), "seconds": seconds, "kind": kind}
+    error["remedies"] = list(remedies)
     path = Path(os.environ[ERROR_FILE])
     partial = path.with_suffix(".tmp")
     try:

@@ -27,17 +27,27 @@ def signal_number(error: KeyboardInterrupt) -> int:
     return error.number if isinstance(error, Interrupted) else signal.SIGINT
 
 
+def interrupt(number: int) -> KeyboardInterrupt:
+    """Return the exception for a signal: a plain KeyboardInterrupt for SIGINT, `Interrupted` for any other."""
+    return KeyboardInterrupt() if number == signal.SIGINT else Interrupted(number)
+
+
 def add_remedy(error: KeyboardInterrupt, remedy: str) -> None:
     """Have the message about the interrupt say what continues the work, unless an inner function has said it."""
-    if not getattr(error, "__notes__", ()):
+    if not remedies(error):
         error.add_note(remedy)
+
+
+def remedies(error: KeyboardInterrupt) -> list[str]:
+    """Return what `add_remedy` has added."""
+    return list(getattr(error, "__notes__", ()))
 
 
 def message(error: KeyboardInterrupt) -> str:
     """Return the message about an interrupt, with its remedy."""
     number = signal_number(error)
     by_signal = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
-    return "; ".join([f"interrupted{by_signal}", *getattr(error, "__notes__", ())])
+    return "; ".join([f"interrupted{by_signal}", *remedies(error)])
 
 
 def exit_code(status: str) -> int:
@@ -59,23 +69,41 @@ def die_with(parent: int) -> None:
 
 
 @contextlib.contextmanager
+def hold(number: int) -> Iterator[None]:
+    """Context manager in which a signal waits in processes that are started, until they call `release`.
+
+    It waits in this process too, until the end of the block, unless another thread takes it.
+    """
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
+
+
+def release(number: int) -> None:
+    """Deliver a signal that waited because this process was started within `hold`, and all later ones."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+
+
+@contextlib.contextmanager
 def raise_on_termination() -> Iterator[None]:
     """Context manager in which SIGTERM and SIGHUP raise `Interrupted`. Under nohup, SIGHUP stays ignored."""
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
+    def raise_interrupted(number: int, frame: FrameType | None) -> None:
         raise Interrupted(number)
 
     previous = {}
     if threading.current_thread() is threading.main_thread():  # the only thread that may set handlers
         for number in (signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) != signal.SIG_IGN:
-                previous[number] = signal.signal(number, interrupt)
+                previous[number] = signal.signal(number, raise_interrupted)
     try:
         yield
     finally:
         for number, handler in previous.items():
             # Restore only our own handler: a stopped server sets SIGTERM to be ignored until the process ends.
-            if signal.getsignal(number) is interrupt:
+            if signal.getsignal(number) is raise_interrupted:
                 signal.signal(number, handler)
 
 

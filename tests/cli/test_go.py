@@ -519,6 +519,27 @@ def test_two_processes_train_and_one_goes_on(here: Path, data: Path) -> None:
     assert [row["step"] for row in rows(run)] == list(range(1, len(rows(run)) + 1))
 
 
+def test_ctrl_c_before_the_processes_train_is_one_line(here: Path, data: Path) -> None:
+    """It comes while they import torch."""
+    run, log = here / "runs" / "tiny", here / "log"
+    process = tiny_run.program(argv(data, "--gpus", "2", hours=0.02), log)
+    deadline = time.monotonic() + 60
+
+    def started() -> bool:
+        pids = tiny_run.descendants(process.pid)
+        return len(pids) == 3 and all("libtorch" in Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+
+    while not started():
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130, log.read_text()
+    text = log.read_text()
+    assert text.endswith("\ninterrupted; continue with: deskside go --resume runs/tiny\n"), text
+    assert text.count("interrupted") == 1 and not any(word in text for word in ("Traceback", "stopped")), text
+    assert state(run)["phase"] == "train" and not rows(run)
+
+
 def test_gpus_that_are_not_there_and_torchrun(
     here: Path, data: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -141,8 +141,16 @@ def test_a_failure_ends_all_and_says_why_once(
 def in_a_process(log: Path) -> "subprocess.Popen[bytes]":
     """Launch two programs from a separate process that can be killed."""
     patience = "launch.STOP_SECONDS = launch.SETTLE_SECONDS = launch.GRACE_SECONDS = 1"
-    launching = f"from deskside.train import launch; {patience}; sys.exit(launch.launch([], 2))"
-    code = f"import sys; sys.executable = {sys.executable!r}; {launching}"
+    code = (
+        f"import sys; sys.executable = {sys.executable!r}\n"
+        f"from deskside.train import launch; {patience}\n"
+        "from deskside.utils import signals\n"
+        "try:\n"
+        "    sys.exit(launch.launch([], 2))\n"
+        "except KeyboardInterrupt as error:  # as `cli.main` does\n"
+        "    print(signals.message(error), file=sys.stderr)\n"
+        "    sys.exit(128 + signals.signal_number(error))\n"
+    )
     with log.open("wb") as file:
         return subprocess.Popen([PYTHON, "-c", code], cwd=ROOT, stderr=file)
 

@@ -2,10 +2,13 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
-from deskside.utils.signals import Interrupted, StopSignal, add_remedy, message
+from deskside.utils.signals import Interrupted, StopSignal, add_remedy, hold, message
+from tests.sources import ROOT
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -46,3 +49,20 @@ def test_the_innermost_remedy_is_said() -> None:
         add_remedy(terminated, remedy)
     assert message(error) == "interrupted; resume with: a"
     assert message(terminated) == "interrupted by SIGTERM; resume with: a"
+
+
+def test_a_held_signal_waits_until_the_process_is_ready() -> None:
+    """Ctrl-C comes before a started process can handle it."""
+    program = (
+        "import os, signal\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "from deskside.utils.signals import release\n"
+        "try:\n"
+        "    release(signal.SIGINT)\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted')\n"
+    )
+    with hold(signal.SIGINT):
+        started = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
+    assert (started.stdout, started.stderr) == ("interrupted\n", "")
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
