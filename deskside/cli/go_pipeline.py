@@ -25,7 +25,7 @@ from deskside.train.prepare.preflight import set_cublas_workspace
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.format import end_time, plural
-from deskside.utils.machine import this_machine
+from deskside.utils.machine import this_cpu, this_machine
 from deskside.utils.signals import exit_code
 
 BEFORE_TRAINING = PHASES[: PHASES.index("train")]
@@ -82,7 +82,7 @@ class Pipeline:
             raise RunError(f"training cannot work here: {result['reason']}; see deskside doctor")
 
     def probe(self) -> None:
-        machine = this_machine()
+        machine = this_cpu() if self.request().on_cpu else this_machine()
         seconds = phases.allowance(self.state.hours, machine.device) - self.state.seconds_spent()
         result = phases.probe(machine, open_store(self.request().probes), seconds, self.say)
         self.state.set_result("probe", result)

@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import PositiveFloat
 
@@ -18,7 +18,15 @@ from deskside.cli.output import print_json
 from deskside.cli.shared_options import MINUTES, JsonOption
 from deskside.config import merge, presets
 from deskside.config.sections import PrecisionConfig
-from deskside.measurements.store import FINAL, Machine, Store, open_store, slug, this_machine
+from deskside.measurements.store import (
+    FINAL,
+    Machine,
+    Store,
+    open_store,
+    slug,
+    this_cpu,
+    this_machine,
+)
 from deskside.probe import table
 from deskside.probe.grid import LONGEST_SEQUENCE, Point, Size, calibration_points, expand, order
 from deskside.probe.sweep import MEASURE_CARD, MEASURE_POINT, PointResult, Sweep, SweepResult
@@ -72,6 +80,7 @@ class ProbeOptions(JsonOption):
         None,
         metavar="M",
     )
+    device: Literal["auto", "cpu"] = option("auto measures the GPU if there is one", "auto")
     probes: str = option("directory of the stored results", "probes", metavar="DIR")
     again: bool = option("measure stored points again", False)
     share: str | None = option("write an anonymous report of this card for others", None, metavar="FILE")
@@ -93,7 +102,7 @@ def probe(options: ProbeOptions, point_target: str = MEASURE_POINT, card_target:
     """
     began = time.monotonic()
     store = open_store(options.probes)
-    machine = this_machine()
+    machine = this_cpu() if options.device == "cpu" else this_machine()
     points = _points(options, machine)
     minutes = options.minutes
     if minutes is None and options.preset is None and options.depth is None:

@@ -32,11 +32,12 @@ from pathlib import Path
 from typing import Any
 
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.machine import Machine, this_machine
+from deskside.utils.machine import Machine, this_cpu, this_machine
 from deskside.utils.parsing import json_value
 
 __all__ = [
-    "Busy", "Machine", "Row", "Store", "hash_of", "make_key", "make_row", "open_store", "slug", "this_machine",
+    "Busy", "Machine", "Row", "Store", "hash_of", "make_key", "make_row", "open_store", "probe_command",
+    "slug", "this_cpu", "this_machine",
 ]  # fmt: skip
 
 SCHEMA = 1
@@ -86,6 +87,11 @@ def make_row(
         "seconds": round(seconds, 3),
         "when": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def probe_command(machine: Machine) -> str:
+    """Return the command that measures a machine."""
+    return "deskside probe --device cpu" if machine.device == "cpu" else "deskside probe"
 
 
 def hash_of(key: Mapping[str, Any]) -> str:
@@ -207,7 +213,8 @@ class Store:
         for differences, count in counts.items():
             rows = "1 row was" if count == 1 else f"{count} rows were"
             notes.append(
-                f"{path}: {rows} measured with {differences}, and not used; measure again with: deskside probe"
+                f"{path}: {rows} measured with {differences}, and not used; measure again with: "
+                f"{probe_command(machine)}"
             )
         return notes
 
@@ -221,7 +228,7 @@ class Store:
             differences = _differences(machine, others[-1])
             raise UsageError(
                 f"{self.path(machine.card)}: no row is valid for this machine; the last one was measured with "
-                f"{differences}; measure again with: deskside probe --probes {self.folder}"
+                f"{differences}; measure again with: {probe_command(machine)} --probes {self.folder}"
             )
         return rows
 

@@ -181,6 +181,12 @@ class PipelineRequest:
     gpus: int = 1
     own_corpus: bool = False
 
+    @property
+    def on_cpu(self) -> bool:
+        """True if the run is to train on the CPU, whether or not there is a GPU."""
+        layers = [] if self.preset is None else presets.for_pretraining(self.preset)
+        return merge.build([*layers, self.given]).compute.device == "cpu"
+
     @classmethod
     def of(cls, hours: float, options: Mapping[str, Any]) -> "PipelineRequest":
         """Return the request for the options in go.json. Relative paths start at the directory where it was started."""
@@ -317,25 +323,20 @@ def _plan_request(request: PipelineRequest, pretrain_seconds: float) -> PlanRequ
         assert config.schedule.length is not None
         value, unit = config.schedule.length.value, config.schedule.length.unit
         tokens = value * config.mean_step_tokens() if unit == "steps" else value
-    layers = [] if request.preset is None else presets.for_pretraining(request.preset)
-    on_cpu = merge.build([*layers, request.given]).compute.device == "cpu"
     question = PlanQuestion(
         here=True,
         hours=request.hours if tokens is None else None,
         tokens=tokens,
         preset=request.preset,
         # Processes on a CPU share its cores, so that they are not faster than one.
-        gpus=1 if on_cpu else request.gpus,
+        gpus=1 if request.on_cpu else request.gpus,
         probes=request.probes,
         unique_tokens=None if data is None else unique_tokens(data),
         own_corpus=request.own_corpus,
     )
-    overrides = given_layer(request) if request.preset is not None else None
     plan_request = make_request(
-        question, overrides, pretrain_seconds if tokens is None else None, text=_text(data)
+        question, given_layer(request), pretrain_seconds if tokens is None else None, text=_text(data)
     )
-    if request.preset is None:
-        plan_request = replace(plan_request, overrides=given_layer(request))
     if request.memory_gib is not None:
         card = plan_request.card
         memory_bytes = min(card.memory_bytes, int(request.memory_gib * 2**30))

@@ -52,13 +52,18 @@ class PlanCard:
         return frozenset(native | ({"fp8-grouped"} if self.gpu.compute_capability == GROUPED_FP8 else set()))
 
 
-def find_card(q: PlanQuestion) -> tuple[PlanCard, list[probe_store.Row], list[str]]:
-    """Return the card, its probe results, and notes on memory in use and on results that are not used."""
+def find_card(q: PlanQuestion, device: str) -> tuple[PlanCard, list[probe_store.Row], list[str]]:
+    """Return the card, its probe results, and notes on memory in use and on results that are not used.
+
+    device: the run's `compute.device`. In this machine, "cpu" chooses the CPU, whether or not there is a GPU.
+    """
     store = probe_store.open_store(q.probes)
     if q.here and q.gpu is not None:
         raise UsageError("--gpu and --here both set the card; give only one of them")
     if not q.here and q.gpu is None:
         raise UsageError("no card; give --gpu, such as --gpu rtx4090, or --here for this machine")
+    if q.gpu is not None and device == "cpu":
+        raise UsageError("--compute.device: cpu contradicts --gpu; leave one of them out")
     if q.gpu is not None:
         gpu = gpus.find(q.gpu)
         memory = int(gpu.memory_bytes * (1 - DRIVER_SHARE))
@@ -66,7 +71,9 @@ def find_card(q: PlanQuestion) -> tuple[PlanCard, list[probe_store.Row], list[st
             gpu.name, memory, f"published: {gpu.source}, less {DRIVER_SHARE:.0%} for the driver", gpu
         )
         return (card, *_measured_elsewhere(store, gpu))
-    machine = probe_store.this_machine()
+    machine = probe_store.this_cpu() if device == "cpu" else probe_store.this_machine()
+    if device == "cuda" and machine.device == "cpu":
+        raise UsageError("--compute.device: cuda is set, but this machine has no GPU; name a card with --gpu")
     gpu_here = gpus.find_device(machine.card, machine.memory_bytes) if machine.device == "cuda" else None
     notes = []
     memory, source = machine.memory_bytes, "measured: reported by this machine"
@@ -83,8 +90,8 @@ def find_card(q: PlanQuestion) -> tuple[PlanCard, list[probe_store.Row], list[st
     if not rows and gpu_here is None:
         what = "the CPU" if card.is_cpu else "a GPU without a data sheet here"
         raise UsageError(
-            f"{machine.card}: this is {what}, so it must be measured; measure it first with: deskside probe, or name a "
-            f"card with --gpu"
+            f"{machine.card}: this is {what}, so it must be measured; measure it first with: "
+            f"{probe_store.probe_command(machine)}, or name a card with --gpu"
         )
     return card, rows, [*notes, *store.notes(machine)]
 

@@ -170,14 +170,12 @@ def make_request(
             raise UsageError(
                 f"--schedule.{key}: the plan's budget sets the length of the run; give --hours or --tokens instead"
             )
-    if q.gpu is not None and overrides.get("compute", {}).get("device") == "cpu":
-        raise UsageError("--compute.device: cpu contradicts --gpu; leave one of them out")
-    card, rows, notes = find_card(q)
     if q.sequence is not None and overrides.get("schedule", {}).get("stages"):
         raise UsageError(STAGES_SET_LENGTH)
     given = given_model(q, overrides, shape)
     parts = {part: overrides.get(part, {}) for part in ("compute", "optim", "parallel")}
     config = merge.build([parts]) if given is None else given.config
+    card, rows, notes = find_card(q, config.compute.device)
     card = with_gpu_budget(card, config.compute.gpu_budget)
     if given is None and "adapter" in overrides:
         raise UsageError("--adapter: needs a model; give --preset, --init, --depth or --params")

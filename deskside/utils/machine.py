@@ -67,20 +67,26 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """Return the machine that this process would train on.
+    """Return the machine that this process would train on, unless `compute.device` is cpu (`this_cpu`).
 
     Raises UsageError if the environment does not determine which GPU is cuda:0, or chooses one that does not exist, and
     RunError if the NVIDIA driver does not respond.
     """
     torch, cuda = _torch_versions()
     gpu = _first_gpu() if cuda else None
+    if gpu is None:
+        return this_cpu()
+    card, (memory, free), driver, watts = gpu
     triton = package_version("triton")
-    if gpu is not None:
-        card, (memory, free), driver, watts = gpu
-        return Machine(card, "cuda", memory, 0, driver, watts, torch, cuda, triton, code_version(), free)
+    return Machine(card, "cuda", memory, 0, driver, watts, torch, cuda, triton, code_version(), free)
+
+
+def this_cpu() -> Machine:
+    """Return the CPU of this machine, whether or not it has a GPU."""
     from deskside.utils.child_process import cpu_cores, cpu_name  # only needed without a GPU
 
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory, torch = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), _torch_versions()[0]
+    triton = package_version("triton")
     return Machine(cpu_name(), "cpu", memory, cpu_cores(), None, None, torch, None, triton, code_version())
 
 

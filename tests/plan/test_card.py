@@ -138,6 +138,35 @@ def test_a_cpu_that_was_not_measured_is_no_card(tmp_path: Path, monkeypatch: pyt
         ask(here=True, hours=24, probes=str(tmp_path))
 
 
+CPU = Machine("some CPU", "cpu", 2**34, 8, None, None, "2.13.0", None, None, "0.1.0+aaaa")
+
+
+def test_a_run_on_the_cpu_is_planned_for_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The machine has a GPU too. The device is given as an option or by the preset."""
+    monkeypatch.setattr(probe_store, "this_machine", machine)
+    monkeypatch.setattr(probe_store, "this_cpu", lambda: CPU)
+    cpu = {"compute": {"device": "cpu"}}
+    preset = tmp_path / "small.toml"
+    preset.write_text('base = "demo"\n[compute]\ndevice = "cpu"\n')
+    with pytest.raises(UsageError, match="measure it first with: deskside probe --device cpu"):
+        ask(cpu, here=True, hours=24, probes=str(tmp_path / "probes"))
+    speeds = {"matmul_peak": 1e12, "copy_bandwidth": 1e10}
+    benchmark = probe_store.make_row("card", probe_store.make_key(CPU, {}), "ok", speeds)
+    probes = store(tmp_path / "probes", point(machine()), benchmark, point(CPU))
+    for asked in (
+        ask(cpu, here=True, hours=24, probes=probes),
+        ask(here=True, hours=24, preset=str(preset), probes=probes),
+    ):
+        assert (asked.card.name, asked.card.is_cpu) == ("some CPU", True)
+    on_gpu = ask({"compute": {"device": "cuda"}}, here=True, hours=24, preset=str(preset), probes=probes)
+    assert on_gpu.card.name == "NVIDIA GeForce RTX 4090"
+    with pytest.raises(UsageError, match="cpu contradicts --gpu"):
+        ask(gpu="rtx4090", hours=24, preset=str(preset))
+    monkeypatch.setattr(probe_store, "this_machine", lambda: CPU)
+    with pytest.raises(UsageError, match="cuda is set, but this machine has no GPU"):
+        ask({"compute": {"device": "cuda"}}, here=True, hours=24, probes=probes)
+
+
 def test_a_damaged_store_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe_store, "this_machine", machine)
     folder = store(tmp_path, point(machine()))

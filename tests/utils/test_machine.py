@@ -103,6 +103,12 @@ def test_a_card(cuda: pytest.MonkeyPatch) -> None:
     assert (machine.torch, machine.cuda, machine.cores) == ("2.11.0+cu128", "12.8", 0)
 
 
+def test_a_run_on_the_cpu_of_a_machine_with_a_card(cuda: pytest.MonkeyPatch) -> None:
+    use(cuda, Nvml(ONE))
+    machine = identity.this_cpu()
+    assert (machine.device, machine.driver, machine.cuda) == ("cpu", None, None) and machine.cores > 0
+
+
 def test_what_is_in_use_is_told_and_is_no_part_of_the_key(cuda: pytest.MonkeyPatch) -> None:
     nvml = Nvml(ONE)
     use(cuda, nvml)
