@@ -1,7 +1,10 @@
 """`deskside search`: refused options, the dry run, and a real search on a small text."""
 
 import json
+import signal
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,23 @@ from deskside.cli.main import main
 from deskside.study.search.outcome import read_outcome
 from tests.train import tiny_run
 
+TINY = """
+[model]
+vocab_size = 300
+num_hidden_layers = 1
+hidden_size = 32
+num_attention_heads = 2
+num_key_value_heads = 1
+head_dim = 16
+intermediate_size = 64
+max_position_embeddings = 64
+[batch]
+sequence_length = 32
+tokens = 256
+[compute]
+device = "cpu"
+attention = "reference"
+"""
 QUICK = ["--minutes-per-trial", "0.05", "--schedule.length", "3s", "--compute.device", "cpu"]
 
 
@@ -71,6 +91,37 @@ def test_a_dry_run_says_what_is_searched_and_makes_nothing(
     assert plan["confirmation"]["at_target"] is False
     assert {one["key"] for one in plan["space"]} >= {"optim.lr", "batch.tokens", "model.depth"}
     assert not (here / "searches").exists()
+
+
+def test_ctrl_c_ends_the_search_and_a_resume_continues_its_trial(here: Path, data: Path) -> None:
+    (here / "tiny.toml").write_text(TINY)
+    log, search = here / "log", here / "searches" / "tiny"
+    run = search / "trials" / "runs" / "trial-0000-s1"
+
+    def interrupted(argv: list[str], moment: Callable[[], bool]) -> None:
+        """Start the search, send SIGINT at the moment, and check how it ends."""
+        log.unlink(missing_ok=True)
+        process = tiny_run.program(["search", *argv], log)
+        deadline = time.monotonic() + 120
+        while not moment():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 130, log.read_text()
+        text = log.read_text()
+        assert "Traceback" not in text and text.count("deskside search searches/tiny --resume") == 1, text
+
+    def ended() -> list[str]:
+        return [trial.status for trial in read_outcome(search).trials if trial.status == "finished"]
+
+    argv = ["tiny.toml", "--data.path", str(data), "--schedule.length", "3s", "--minutes-per-trial", "0.05"]
+    argv += ["--hours", "0.1", "--over", "optim.lr", "--trials", "2", "--seeds", "1"]
+    interrupted(argv, lambda: len(tiny_run.rows(run)) >= 3)
+    saved = tiny_run.rows(run)[-1]["step"]
+    assert not ended() and not (run / "summary.json").exists()
+    interrupted(["searches/tiny", "--resume"], lambda: bool(ended()))
+    assert f"resumed at step {saved}" in tiny_run.events(run)
+    assert [row["step"] for row in tiny_run.rows(run)] == list(range(1, tiny_run.rows(run)[-1]["step"] + 1))
 
 
 @pytest.mark.full

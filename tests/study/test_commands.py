@@ -229,6 +229,24 @@ def wait_for(condition: Any, process: "subprocess.Popen[bytes]", log: Path, seco
 
 
 @pytest.mark.usefixtures("no_report")
+def test_ctrl_c_ends_the_study_and_a_resume_continues_its_trial(study: Path, here: Path) -> None:
+    study.write_text(study.read_text().replace("steps_per_arm = 12", "steps_per_arm = 300"))
+    log = here / "log"
+    process = command(["tiny.toml", "--only", "depth=one"], here, log)
+    run = here / "studies" / "tiny" / "runs" / "depth_one-s1"
+    wait_for(lambda: len(tiny_run.rows(run)) >= 2, process, log)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130, log.read_text()
+    text = log.read_text()
+    assert "Traceback" not in text and text.count("deskside study studies/tiny --resume") == 1, text
+    saved = tiny_run.rows(run)[-1]["step"]
+    assert saved < 300 and not (run / "summary.json").exists()
+    assert main(["study", "studies/tiny", "--resume"]) == 0
+    assert f"resumed at step {saved}" in tiny_run.events(run)
+    assert [row["step"] for row in tiny_run.rows(run)] == list(range(1, 301))
+
+
+@pytest.mark.usefixtures("no_report")
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.full)])
 @pytest.mark.full
 def test_a_trial_that_was_interrupted_goes_on_to_the_same_numbers(
