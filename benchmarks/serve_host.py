@@ -1,6 +1,6 @@
 """Host time of `deskside serve` per answer: a server whose passes take a fixed time and always yield the same token.
 
-    python -m benchmarks.serve_host RUN [--seconds 10] [--clients 64] [--pass-ms 1] [--json FILE]
+    python -m benchmarks.serve_host RUN [--seconds 10] [--clients 64] [--pass-ms 0.5] [--json FILE]
 
 A small model on a fast GPU is served as fast as Python can take requests, fill steps and write answers. This measures
 that part alone, on any machine: the server runs on a CPU, and in place of the model's passes it sleeps. The clients ask
@@ -21,19 +21,28 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.serve_load import Question, body_of, questions
-from deskside.engine import steps
+from deskside.engine import engine, steps
 from deskside.engine.requests import EngineStepOptions
 from deskside.engine.steps import StepOutput
 
 TOKEN = 65
 PASS_SECONDS = "DESKSIDE_SERVE_HOST_PASS_SECONDS"  # in the environment of the server
+
+
+class Uncaptured:
+    """Runs steps without CUDA graphs, in place of `Graphs`."""
+
+    def run(
+        self, kind: Any, inputs: torch.Tensor, step: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        return step(inputs)
 
 
 def serve_with_a_fixed_pass(seconds: float, argv: Sequence[str]) -> int:
@@ -46,10 +55,18 @@ def serve_with_a_fixed_pass(seconds: float, argv: Sequence[str]) -> int:
     def decode(
         models: Any, slots: Any, lanes_B: Any, bound: int, options: EngineStepOptions, num_tokens: int
     ) -> StepOutput:
-        time.sleep(seconds)
+        time.sleep(num_tokens * seconds)
         return StepOutput(torch.full((len(lanes_B), num_tokens), TOKEN))
 
+    class SimulatedEngine(engine.Engine):
+        """An engine that decodes several tokens at a time where it would on a GPU of this speed."""
+
+        def __init__(self, *args: Any, **kwargs: Any):
+            super().__init__(*args, **kwargs)
+            self._graphs, self._step_seconds = Uncaptured(), seconds  # type: ignore[assignment]
+
     steps.prefill, steps.decode = prefill, decode  # type: ignore[assignment]
+    engine.Engine = SimulatedEngine  # type: ignore[misc]
     from deskside.cli.main import main as deskside
 
     return deskside(["serve", *argv])
@@ -156,7 +173,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("model", help="a run, or a Hugging Face directory")
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--clients", type=int, default=64)
-    parser.add_argument("--pass-ms", type=float, default=1, help="time of a prefill or decoding pass")
+    parser.add_argument(
+        "--pass-ms", type=float, default=0.5, help="time of a prefill, and of one token of decoding"
+    )
     parser.add_argument("--json", type=Path, help="write the results to this file")
     options = parser.parse_args(arguments)
     results = measure(options)

@@ -59,9 +59,11 @@ PREFILL_BESIDE = (
     2048  # maximum tokens of prompts in a step that completes fewer prompts than it has rows to decode
 )
 # Tokens of each row in one CUDA graph of decoding, if a step takes at most MAX_STEP_SECONDS of the device's time.
-# Longer steps hide the host's work anyway, and clients would wait for the tokens.
+# Longer steps hide the host's work anyway, and clients would wait for the tokens. While other rows wait for the graph,
+# it may take MAX_WAIT_SECONDS: for a small model the host's work for a step takes longer than that.
 TOKENS_PER_REPLAY = 4
 MAX_STEP_SECONDS = 0.002
+MAX_WAIT_SECONDS = 0.003
 
 
 class Draft(NamedTuple):
@@ -390,16 +392,18 @@ class Engine:
         """Return how many tokens the next decoding step generates for each row.
 
         They are several, in one graph, if the host would otherwise take longer than the device: it then launches and
-        reads one step instead of many. What is generated after the end of a row is wasted, so it is a single token
-        while other rows wait, and if no row needs all of them.
+        reads one step instead of many. What is generated after the end of a row is wasted, so it is a single token if
+        no row needs all of them, and if other rows would wait too long.
         """
         if self._graphs is None or self.num_drafts or self._step_seconds > MAX_STEP_SECONDS:
             return 1
         if any(row.matcher is not None for row in rows):
             return 1  # the grammar needs each token before the next
-        busy = bool(self._rows.waiting) or any(not row.prefill_done for row in self._rows.running)
-        enough = max(row.tokens_left for row in rows) >= TOKENS_PER_REPLAY
-        return TOKENS_PER_REPLAY if enough and not busy else 1
+        if max(row.tokens_left for row in rows) < TOKENS_PER_REPLAY:
+            return 1
+        others = bool(self._rows.waiting) or any(not row.prefill_done for row in self._rows.running)
+        too_long = TOKENS_PER_REPLAY * self._step_seconds > MAX_WAIT_SECONDS
+        return 1 if others and too_long else TOKENS_PER_REPLAY
 
     def _constrain(self, rows: Sequence[RowState]) -> None:
         """Tell the device which tokens the grammars of these rows allow next."""

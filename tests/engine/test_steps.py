@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from deskside.engine.engine import MAX_STEP_SECONDS, TOKENS_PER_REPLAY, Draft, Engine
+from deskside.engine.engine import MAX_STEP_SECONDS, MAX_WAIT_SECONDS, TOKENS_PER_REPLAY, Draft, Engine
 from deskside.engine.fused import FusedBlocks, covers_attention, covers_mlp
 from deskside.engine.graphs import bucket
 from deskside.engine.requests import Request
@@ -165,11 +165,14 @@ def test_when_a_step_has_several_tokens() -> None:
     assert tokens() == TOKENS_PER_REPLAY
     engine._step_seconds = 2 * MAX_STEP_SECONDS
     assert tokens() == 1
-    engine._step_seconds = 0.0
+    engine._step_seconds = MAX_STEP_SECONDS
+    assert tokens() == TOKENS_PER_REPLAY
     engine.submit(Request((4,), 40))
-    assert tokens() == 1  # a row waits
+    assert tokens() == 1  # a row would wait too long
     engine._admit()
-    assert tokens() == 1  # its prompt is computed
+    assert tokens() == 1  # so would its prompt
+    engine._step_seconds = MAX_WAIT_SECONDS / TOKENS_PER_REPLAY
+    assert tokens() == TOKENS_PER_REPLAY
     for row in engine._rows.running:
         row.prefilled = len(row.prompt_tokens)
     assert tokens() == TOKENS_PER_REPLAY
