@@ -28,7 +28,7 @@ from deskside.probe.point import StepTimer, memory_peaks, prepare_step, quantile
 from deskside.train import environment_record, parallel
 from deskside.train.nvml import NvmlDevice, query
 from deskside.train.parallel import World
-from deskside.train.prepare import attention_backends
+from deskside.train.prepare import attention_choice
 from deskside.utils import launched
 
 WARMUP_STEPS = 5
@@ -89,8 +89,8 @@ def measure(case: Mapping[str, Any], spec: Mapping[str, Any], world: World) -> d
 
 def attention_that_ran(facts: Mapping[str, Any]) -> dict[str, str]:
     """Return the backends of the measured steps, for full and windowed layers. facts: those of `choose_attention`."""
-    found = {kind: facts[kind] for kind in attention_backends.KINDS if kind in facts}
-    return {kind: trial.get(attention_backends.SHARED_ROWS, trial["name"]) for kind, trial in found.items()}
+    found = {kind: facts[kind] for kind in attention_choice.KINDS if kind in facts}
+    return {kind: trial.get(attention_choice.SHARED_ROWS, trial["name"]) for kind, trial in found.items()}
 
 
 class ClockSensors(environment_record.Sensors):

@@ -41,7 +41,7 @@ from deskside.doctor import check_gemm
 from deskside.doctor.check_tools import median_seconds
 from deskside.kernels.attention import Requirements, choose
 from deskside.kernels.matmul_peak import SIZES, measure_matmul_peak
-from deskside.train.prepare.attention_backends import AttentionBackends
+from deskside.train.attention_backends import AttentionBackends
 
 FP8: dict[Format, torch.dtype] = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 

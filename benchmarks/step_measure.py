@@ -30,8 +30,8 @@ from deskside.probe.point import (
     random_batches,
 )
 from deskside.train import environment_record
+from deskside.train.next_token import NextToken
 from deskside.train.nvml import NvmlDevice, query
-from deskside.train.objective import NextToken
 from deskside.train.prepare.batch_size_finder import MicroBatch
 
 PROFILED_STEPS = 3

@@ -60,7 +60,7 @@ from deskside.data.tokenizer import load as load_tokenizer
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.train.objective import Batches, Evaluation, Loss, RowDataset, Session
-from deskside.train.prepare.preflight import EVALUATE_SHARE, REPORT_SHARE, SAMPLE_SHARE
+from deskside.train.time_budget import EVALUATE_SHARE, REPORT_SHARE, SAMPLE_SHARE
 from deskside.utils.errors import OutsideError, RunError, UsageError
 from deskside.utils.format import plural
 

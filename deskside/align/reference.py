@@ -21,7 +21,7 @@ from deskside.align.answers import AnswerBatch, to_device
 from deskside.align.prepared import NOUN
 from deskside.align.text_rows import TextRows, rows_of_rank
 from deskside.train.objective import Session
-from deskside.train.prepare.preflight import EVALUATE_SHARE, REPORT_SHARE, SAMPLE_SHARE
+from deskside.train.time_budget import EVALUATE_SHARE, REPORT_SHARE, SAMPLE_SHARE
 from deskside.utils.errors import RunError
 from deskside.utils.files import replace_atomically
 from deskside.utils.progress import ProgressBar

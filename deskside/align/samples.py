@@ -17,7 +17,7 @@ from deskside.model.transformer import Transformer
 from deskside.precision.lora import is_adapted
 from deskside.run.directory import RunDirectory
 from deskside.train.objective import Session
-from deskside.train.prepare.preflight import SAMPLE_SHARE
+from deskside.train.time_budget import SAMPLE_SHARE
 from deskside.utils.errors import RunError
 from deskside.utils.parsing import Unreadable, json_value
 

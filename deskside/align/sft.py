@@ -12,7 +12,8 @@ from deskside.align.samples import AlignObjective
 from deskside.config.run import RunConfig
 from deskside.data.chat.prepare_chat import describe_data
 from deskside.data.reading.rows import PackedDataset
-from deskside.train.objective import Evaluation, NextToken, Session, language_metrics
+from deskside.train.next_token import NextToken, language_metrics
+from deskside.train.objective import Evaluation, Session
 from deskside.utils.errors import UsageError
 
 

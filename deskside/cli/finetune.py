@@ -34,7 +34,8 @@ from deskside.config.run import RunConfig
 from deskside.data.reading.index_file import INDEX
 from deskside.run.continuing import check_unfinished
 from deskside.run.directory import RunDirectory
-from deskside.train.prepare.preflight import set_cublas_workspace, too_short
+from deskside.train.preflight import set_cublas_workspace
+from deskside.train.time_budget import too_short
 from deskside.utils.console import say
 from deskside.utils.errors import UsageError
 from deskside.utils.hub import short_name, with_revision

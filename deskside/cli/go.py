@@ -197,7 +197,7 @@ def _create_pipeline(options: GoOptions, given: dict[str, Any], argv: Sequence[s
         raise UsageError("--own-corpus: needs the size of the text; give prepared data with --data DIR")
     if options.preset is not None:
         config = phases.final_config(phases.preset_config(request), options.hours * 3600, request.length)
-        from deskside.train.prepare.preflight import check_start
+        from deskside.train.preflight import check_start
 
         check_start(config)
         fine_tuning = next((part for part in ("adapter", "align") if getattr(config, part) is not None), None)

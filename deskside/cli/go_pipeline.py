@@ -21,7 +21,7 @@ from deskside.pipeline import phases
 from deskside.pipeline.pipeline_state import PipelineState
 from deskside.pipeline.state_schema import PHASES
 from deskside.run.directory import RunDirectory, with_resolved_paths
-from deskside.train.prepare.preflight import set_cublas_workspace
+from deskside.train.preflight import set_cublas_workspace
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.format import end_time, plural

@@ -27,7 +27,7 @@ from deskside.study.search.space import dimensions
 from deskside.study.search.suggestions import Sampler, import_optuna
 from deskside.study.spec.expand import PlannedArm
 from deskside.study.spec.parse_spec import check_seeds
-from deskside.train.prepare.preflight import check_start
+from deskside.train.preflight import check_start
 from deskside.utils import signals
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError

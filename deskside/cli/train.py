@@ -30,7 +30,7 @@ from deskside.config.run import RunConfig
 from deskside.config.sections import BatchConfig
 from deskside.data.reading.index_file import is_prepared
 from deskside.run.directory import RunDirectory
-from deskside.train.prepare.preflight import check_start, set_cublas_workspace
+from deskside.train.preflight import check_start, set_cublas_workspace
 from deskside.utils.console import say
 from deskside.utils.errors import UsageError
 from deskside.utils.format import plural

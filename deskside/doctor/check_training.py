@@ -22,10 +22,10 @@ from deskside.model.init import InitOptions, initialize
 from deskside.model.transformer import Transformer
 from deskside.optim.build import build
 from deskside.precision.convert import convert
+from deskside.train.attention_backends import AttentionBackends
 from deskside.train.loop.step import Stepper
-from deskside.train.objective import TrainContext
+from deskside.train.loop.train_context import TrainContext
 from deskside.train.parallel import World
-from deskside.train.prepare.attention_backends import AttentionBackends
 from deskside.train.prepare.setup import prepare_execution
 
 # Relative to float64. Typical errors of loss and worst gradient: 1e-6 and 1e-5 in fp32, 3e-4 and 2e-2 in bf16.

@@ -29,10 +29,12 @@ from deskside.kernels.matmul_peak import measure_matmul_peak
 from deskside.optim.build import build
 from deskside.probe.grid import COUNTED_STEPS, WARMUP_STEPS
 from deskside.train import environment_record, parallel
+from deskside.train.loop.stage_work import StageWork
 from deskside.train.loop.step import DeviceEvent, StepMetrics, Stepper
-from deskside.train.objective import RowDataset, TrainContext
-from deskside.train.prepare import attention_backends, setup
-from deskside.train.prepare.batch_size_finder import BatchSizeFinder, MicroBatch, StageWork
+from deskside.train.loop.train_context import TrainContext
+from deskside.train.objective import RowDataset
+from deskside.train.prepare import attention_choice, setup
+from deskside.train.prepare.batch_size_finder import BatchSizeFinder, MicroBatch
 from deskside.train.prepare.fused_tiles import choose_and_use_tiles
 from deskside.train.prepare.graph_choice import choose_graphs
 from deskside.train.prepare.matmul_backend import choose_and_use_matmul
@@ -137,13 +139,13 @@ def prepare_step(
     report("model built")
     peak = measure_matmul_peak(world.device, model.activation_dtype)
     measurements = world.broadcast_result(
-        lambda: attention_backends.choose_attention(config, model, world, peak, cache)
+        lambda: attention_choice.choose_attention(config, model, world, peak, cache)
     )
     report("attention chosen")
     native, formats = bool(precision["native"]), native_formats(precision)
     execution = setup.prepare_execution(config, model, world, recipe, precision, cache)
     if execution.mode == "fused":
-        tokens = attention_backends.run_tokens(config, world, peak)
+        tokens = attention_choice.run_tokens(config, world, peak)
         choose_and_use_tiles(model, world, recipe, tokens, cache)
         if facts := choose_and_use_matmul(config, execution.precision, world, tokens, cache):
             notes.append(f"quack-kernels computes {summary(facts)}")
@@ -155,7 +157,7 @@ def prepare_step(
         config=config,
         world=world,
         model=model,
-        attention=attention_backends.recorded_attention(measurements),
+        attention=attention_choice.recorded_attention(measurements),
         precision=execution.precision,
     )
     stepper = Stepper(context, build(model, config.optim, scaling, replicas=world.replicas), notes.append)

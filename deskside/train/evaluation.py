@@ -14,7 +14,7 @@ from deskside.optim.average import WeightAverage
 from deskside.run.record import LANGUAGE_METRIC
 from deskside.train import parallel
 from deskside.train.objective import Evaluation, Objective, Session
-from deskside.train.prepare.preflight import EVALUATE_SHARE
+from deskside.train.time_budget import EVALUATE_SHARE
 
 # Shares of the average in the final weights that `average.blend auto` tries.
 BLENDS = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)

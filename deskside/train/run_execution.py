@@ -29,13 +29,15 @@ from deskside.train.loop.callbacks import Callback, OnFirstStep, RunLog, Termina
 from deskside.train.loop.clock import Clock, StepPlan
 from deskside.train.loop.gpu_sharing import GpuSharingWatch
 from deskside.train.loop.overfitting import OverfittingWatch, validation_loss
+from deskside.train.loop.stage_work import StageWork
 from deskside.train.loop.step import Stepper
-from deskside.train.loop.trainer import RunLength, StageWork, Trainer, TrainProgress
+from deskside.train.loop.train_context import TrainContext
+from deskside.train.loop.trainer import RunLength, Trainer, TrainProgress
 from deskside.train.nvml import NvmlDevice
-from deskside.train.objective import Objective, Session, TrainContext
+from deskside.train.objective import Objective, Session
 from deskside.train.parallel import World
 from deskside.train.prepare import setup
-from deskside.train.prepare.attention_backends import (
+from deskside.train.prepare.attention_choice import (
     choose_attention,
     recorded_attention,
     run_tokens,
@@ -45,7 +47,6 @@ from deskside.train.prepare.batch_size_finder import BatchSizeFinder
 from deskside.train.prepare.fused_tiles import choose_and_use_tiles
 from deskside.train.prepare.graph_choice import choose_graphs
 from deskside.train.prepare.matmul_backend import choose_and_use_matmul
-from deskside.train.prepare.preflight import TimeBudget
 from deskside.train.prepare.startup import Startup
 from deskside.train.prepare.step_planning import (
     check_host_memory,
@@ -64,6 +65,7 @@ from deskside.train.prepare.step_planning import (
 from deskside.train.state import finalize
 from deskside.train.state.checkpointer import Checkpointer
 from deskside.train.state.init_weights import InitialWeights, copy_tokenizer
+from deskside.train.time_budget import TimeBudget
 from deskside.utils import signals
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.trials import TrialCache

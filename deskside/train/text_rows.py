@@ -6,7 +6,7 @@ from typing import Any
 from deskside.config.run import RunConfig
 from deskside.data.reading.index_file import is_prepared
 from deskside.data.reading.rows import PackedDataset
-from deskside.train.prepare.preflight import check_path, check_vocabulary
+from deskside.train.preflight import check_path, check_vocabulary
 
 
 def open_text(config: RunConfig, path: Path, split: str, sequence_length: int) -> PackedDataset:

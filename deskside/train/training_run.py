@@ -11,8 +11,9 @@ from deskside.run.continuing import check_unfinished
 from deskside.run.directory import RunDirectory
 from deskside.train import nodes, parallel
 from deskside.train.loop.callbacks import Callback, Terminal
-from deskside.train.objective import NextToken, Objective
-from deskside.train.prepare.preflight import check_start
+from deskside.train.next_token import NextToken
+from deskside.train.objective import Objective
+from deskside.train.preflight import check_start
 from deskside.train.run_execution import RunExecution, RunOutcome
 from deskside.train.state.init_weights import InitialWeights
 from deskside.utils import signals

@@ -10,7 +10,7 @@ from deskside.budget.shape import matmul_params
 from deskside.budget.step_spec import StepSpec
 from deskside.config.recipes import RECIPES, recipe_named
 from deskside.config.run import RunConfig
-from deskside.train.prepare.attention_backends import AttentionBackends
+from deskside.train.attention_backends import AttentionBackends
 
 
 def _config(**config: object) -> RunConfig:

@@ -17,13 +17,13 @@ from deskside.data.reading.loader import Batch
 from deskside.optim.build import build
 from deskside.precision.convert import convert
 from deskside.train import training_run
+from deskside.train.attention_backends import AttentionBackends
 from deskside.train.loop.graph_pool import CudaGraphPool, Graph
 from deskside.train.loop.graphed_pass import TargetCount
 from deskside.train.loop.guard import Guard
 from deskside.train.loop.step import Stepper
-from deskside.train.objective import TrainContext
+from deskside.train.loop.train_context import TrainContext
 from deskside.train.parallel import World
-from deskside.train.prepare.attention_backends import AttentionBackends
 from deskside.utils.errors import RunError
 from tests.gpu import card
 from tests.gpu.card import ALONE, DEVICE, NEEDS_CARD

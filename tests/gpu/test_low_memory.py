@@ -31,11 +31,11 @@ from deskside.optim.build import build
 from deskside.precision.convert import convert
 from deskside.train import activation_offload, parallel
 from deskside.train.activation_offload import ActivationOffload
+from deskside.train.attention_backends import AttentionBackends
 from deskside.train.loop.gradient_sums import GradientSums
 from deskside.train.loop.step import Stepper
-from deskside.train.objective import TrainContext
+from deskside.train.loop.train_context import TrainContext
 from deskside.train.parallel import World
-from deskside.train.prepare.attention_backends import AttentionBackends
 from tests.gpu import card
 from tests.precision.small import B, T, make, tokens, worst
 

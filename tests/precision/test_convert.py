@@ -24,10 +24,10 @@ from deskside.ops.linear import Linear
 from deskside.optim.build import build
 from deskside.precision.convert import convert, restore, unsupported_reason
 from deskside.precision.selfcheck import check
+from deskside.train.attention_backends import AttentionBackends
 from deskside.train.loop.step import Stepper
-from deskside.train.objective import TrainContext
+from deskside.train.loop.train_context import TrainContext
 from deskside.train.parallel import World
-from deskside.train.prepare.attention_backends import AttentionBackends
 from deskside.utils.errors import UsageError
 from tests.precision.small import (
     SIZES,

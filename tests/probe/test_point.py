@@ -13,7 +13,7 @@ from deskside.budget.shape import flops_per_token, num_params
 from deskside.probe.point import RandomRows, measure_point, point_config, prepare_step, random_batches
 from deskside.train import parallel
 from deskside.train.parallel import World
-from deskside.train.prepare import attention_backends, setup
+from deskside.train.prepare import attention_choice, setup
 from deskside.utils import child_process
 from deskside.utils.errors import UsageError
 from tests.train import tiny_run
@@ -91,7 +91,7 @@ def two_steps(folder: Path) -> None:
 
     Only rank 0 may choose the recipe and the attention backends.
     """
-    for module, name in ((setup, "choose_recipe"), (attention_backends, "choose_attention")):
+    for module, name in ((setup, "choose_recipe"), (attention_choice, "choose_attention")):
         choose = getattr(module, name)
         setattr(module, name, choose if os.environ.get("RANK", "0") == "0" else None)
     world = parallel.init_distributed("cpu", "auto")

@@ -8,8 +8,7 @@ import torch
 
 from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.prepare import prepare
-from deskside.train import run_execution
-from deskside.train.state import finalize
+from deskside.train import run_execution, text_samples
 from tests.train.tiny_run import write_text
 
 
@@ -39,6 +38,6 @@ def one_thread() -> Iterator[None]:
 def short_ends() -> Iterator[None]:
     """Sample few tokens and skip the matmul peak, which take half of the time of a run of a few steps."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finalize, "SAMPLE_TOKENS", 12)
+        patch.setattr(text_samples, "SAMPLE_TOKENS", 12)
         patch.setattr(run_execution, "measure_matmul_peak", lambda *_: 5e10)
         yield

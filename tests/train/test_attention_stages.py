@@ -10,8 +10,8 @@ from torch import Tensor
 
 from deskside.kernels.attention import BACKENDS, AttentionContext, Requirements
 from deskside.kernels.attention.choose import BackendChoice
-from deskside.train.prepare import attention_backends
-from deskside.train.state import finalize
+from deskside.train import next_token
+from deskside.train.prepare import attention_choice
 from tests.train import tiny_run
 
 STAGES = [
@@ -29,8 +29,8 @@ class Watched:
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.asked: list[tuple[int, int | None]] = []
         self.used: Counter[tuple[str, int, int | None]] = Counter()
-        monkeypatch.setattr(attention_backends, "choose_cached", self.choose)
-        monkeypatch.setattr(finalize, "samples", lambda *given: [])  # the engine uses its own attention
+        monkeypatch.setattr(attention_choice, "choose_cached", self.choose)
+        monkeypatch.setattr(next_token, "sample_text", lambda *given: [])  # the engine uses its own attention
         for name in ("chunked", "reference", "sdpa"):
             object.__setattr__(BACKENDS[name], "function", self.counting(name, BACKENDS[name].function))
 
@@ -76,7 +76,7 @@ def test_what_was_recorded_is_read_back(old: bool) -> None:
     if not old:
         names = {"full": {"name": "chunked"}, "windowed": {"name": "reference"}}
         recorded["stages"] = [{"sequence_length": 16, "window": 4, **names}]
-    attention = attention_backends.recorded_attention(json.loads(json.dumps(recorded)))
+    attention = attention_choice.recorded_attention(json.loads(json.dumps(recorded)))
     assert attention.at(32, None) == ("sdpa", "chunked")
     assert attention.at(16, 4) == (("sdpa", "chunked") if old else ("chunked", "reference"))
 
@@ -90,9 +90,9 @@ def test_stages_have_their_own_backends_of_shared_rows() -> None:
         "windowed": result("flash", "gathered-flash"),
         "stages": [{"sequence_length": 16, "window": 4, "full": result("flash", "gathered-flash")}],
     }
-    attention = attention_backends.recorded_attention(recorded)
+    attention = attention_choice.recorded_attention(recorded)
     assert attention.at(32, None) == ("cudnn", "flash") and attention.shared is not None
     assert attention.shared.at(32, None) == ("gathered-cudnn", "gathered-flash")
     assert attention.shared.at(16, 4) == ("gathered-flash", None)
-    assert attention_backends.shared_row_names(recorded) == "gathered-cudnn, gathered-flash"
-    assert attention_backends.shared_row_names({"full": {"name": "sdpa"}}) == ""
+    assert attention_choice.shared_row_names(recorded) == "gathered-cudnn, gathered-flash"
+    assert attention_choice.shared_row_names({"full": {"name": "sdpa"}}) == ""

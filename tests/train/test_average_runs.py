@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from deskside.train import objective
+from deskside.train import next_token
 from deskside.train.evaluation import Evaluator
 from deskside.train.loop.trainer import Trainer
 from deskside.train.objective import Evaluation
@@ -163,14 +163,14 @@ def test_both_evaluations_have_their_share_of_the_time(
 ) -> None:
     """Together, the evaluations of the averaged and of the raw weights take at most 5 % of the interval."""
     virtual = tiny_run.VirtualTime(monkeypatch, lambda step: 0.5)
-    original = objective.evaluate_dataset
+    original = next_token.evaluate_dataset
 
     def evaluate_dataset(*arguments: Any, **given: Any) -> Any:
         result = original(*arguments, **given)
         virtual.now += 0.001 * result.tokens
         return result
 
-    monkeypatch.setattr(objective, "evaluate_dataset", evaluate_dataset)
+    monkeypatch.setattr(next_token, "evaluate_dataset", evaluate_dataset)
     limits = []
     for name in ("none", "ema"):
         config = tiny_run.config(

@@ -292,7 +292,7 @@ def train_late(root: Path, config: RunConfig, name: str, reads_weights: bool) ->
     import torch.distributed as dist
 
     from deskside.train.loop.step import Stepper
-    from deskside.train.objective import NextToken
+    from deskside.train.next_token import NextToken
 
     original, run = dist.broadcast, Stepper.run
     late: list[int] = []

@@ -10,7 +10,7 @@ import pytest
 
 from deskside.config.run import RunConfig
 from deskside.run.directory import RunDirectory
-from deskside.train.state import finalize
+from deskside.train import next_token
 from tests.train import tiny_run
 from tests.train.tiny_run import curve, kill_at_step, plan, rows, settings
 
@@ -261,7 +261,7 @@ def test_a_run_killed_while_finishing_finishes(data: Path, tmp_path: Path, monke
     """The last checkpoint exists, so only evaluation, export and summary are repeated."""
     config = tiny_run.config(data, schedule={"length": "8 steps"}, checkpoint={"keep": 1})
     with monkeypatch.context() as patch:
-        patch.setattr(finalize, "samples", lambda *a: 1 / 0)
+        patch.setattr(next_token, "sample_text", lambda *a: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             tiny_run.train(tmp_path, config)
     run = tmp_path / "run"
@@ -280,7 +280,7 @@ def test_relative_data_counts_from_where_the_run_was_begun(
     (begun / "data").symlink_to(data)
     monkeypatch.chdir(begun)
     with monkeypatch.context() as patch:
-        patch.setattr(finalize, "samples", lambda *a: 1 / 0)
+        patch.setattr(next_token, "sample_text", lambda *a: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             tiny_run.train(Path("runs"), tiny_run.config("data", schedule={"length": "2 steps"}))
     run = begun / "runs" / "run"

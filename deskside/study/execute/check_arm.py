@@ -1,7 +1,7 @@
 """The check of an arm before anything runs. Imports no torch, so that a dry run makes it too."""
 
 from deskside.study.spec.expand import PlannedArm
-from deskside.train.prepare.preflight import check_start
+from deskside.train.preflight import check_start
 from deskside.utils.errors import UsageError
 
 

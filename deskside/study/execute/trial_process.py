@@ -23,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from deskside.train.prepare.preflight import set_cublas_workspace
+from deskside.train.preflight import set_cublas_workspace
 from deskside.utils.child_process import is_out_of_memory
 from deskside.utils.errors import RunError, UsageError, chain_of, first_line
 from deskside.utils.files import write_atomically

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from deskside.config.sections import TrackConfig
 from deskside.run.directory import RunDirectory
 from deskside.train.objective import RowDataset
-from deskside.train.prepare.preflight import REPORT_SECONDS, REPORT_SHARE
+from deskside.train.time_budget import REPORT_SECONDS, REPORT_SHARE
 from deskside.utils.console import say, terminal_width, wrap
 from deskside.utils.errors import UsageError
 from deskside.utils.printer import is_interactive, make_console

@@ -17,13 +17,14 @@ from deskside.optim.groups import classify_parameters
 from deskside.train.loop.gradient_buckets import GradientBuckets
 from deskside.train.loop.gradient_sums import GradientSums
 from deskside.train.loop.graph_pool import GraphPool
+from deskside.train.loop.graph_support import check_attention
 from deskside.train.loop.graphed_pass import GraphedPass, TargetCount
 from deskside.train.loop.host_gradients import HostGradients
 from deskside.train.loop.released_gradients import ReleasedGradients
 from deskside.train.loop.routers import Routers
-from deskside.train.objective import Loss, TrainContext
+from deskside.train.loop.train_context import TrainContext
+from deskside.train.objective import Loss
 from deskside.train.parallel import set_gradient_sync
-from deskside.train.prepare.graph_support import check_attention
 from deskside.utils.errors import RunError
 
 

@@ -32,9 +32,9 @@ from deskside.train.loop.clock import (
 from deskside.train.loop.guard import Diverged
 from deskside.train.loop.overfitting import validation_loss
 from deskside.train.loop.routers import LAYER_METRICS_EVERY
+from deskside.train.loop.stage_work import StageWork
 from deskside.train.loop.step import DeviceEvent, StepMetrics, Stepper
 from deskside.train.objective import Batches
-from deskside.train.prepare.batch_size_finder import StageWork
 from deskside.utils.errors import OutsideError, RunError
 from deskside.utils.signals import StopSignal
 

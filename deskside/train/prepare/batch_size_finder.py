@@ -23,32 +23,16 @@ from deskside.config.gpu_batch import rows_each
 from deskside.config.run import RunConfig
 from deskside.kernels.compile_ahead import compile_ahead
 from deskside.train import environment_record
+from deskside.train.loop.stage_work import StageWork, same_shape
 from deskside.train.loop.step import Stepper
 from deskside.train.objective import RowDataset
-from deskside.train.prepare.preflight import DRY_SHARE, UNLIMITED, TimeBudget
+from deskside.train.time_budget import DRY_SHARE, UNLIMITED, TimeBudget
 from deskside.utils.errors import RunError
 
 CPU_MICRO_TOKENS = 8192  # on a CPU, memory is no limit, and larger batches do not fit into its caches
 TIMED_DRY_STEPS = 2  # at most, after the search
 MAX_BATCHING_SPEEDUP = 4  # of a row in a large batch, compared with a row alone
 MAX_OVERCOMMIT = 1.3  # candidates predicted to need more than this multiple of the memory are not tried
-
-
-@dataclass
-class StageWork:
-    """One stage of the run: its data and batch, and the results of its dry steps.
-
-    until: fraction of the run at which the stage ends. window: attention window in tokens; None keeps the model's own.
-    micro_rows: rows per pass and process. dry_seconds: seconds per step.
-    """
-
-    until: float
-    sequence_length: int
-    window: int | None
-    tokens_per_step: int
-    dataset: RowDataset
-    micro_rows: int = 0
-    dry_seconds: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -108,11 +92,6 @@ def find_micro_batch(
         "shorter --batch.sequence_length or a smaller model; deskside plan --here names the fastest combination that "
         "fits"
     )
-
-
-def same_shape(one: StageWork, other: StageWork) -> bool:
-    """Return True if stages differ only in the tokens per step."""
-    return (one.sequence_length, one.window) == (other.sequence_length, other.window)
 
 
 def free_failed_attempt(device: torch.device) -> None:

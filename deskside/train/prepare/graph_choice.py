@@ -10,14 +10,13 @@ from collections.abc import Sequence
 import torch
 
 from deskside.budget.host import HOST_BOUND
+from deskside.train.loop.graph_support import can_capture
+from deskside.train.loop.stage_work import StageWork, same_shape
 from deskside.train.prepare.batch_size_finder import (
     TIMED_DRY_STEPS,
     BatchSizeFinder,
-    StageWork,
     free_failed_attempt,
-    same_shape,
 )
-from deskside.train.prepare.graph_support import can_capture
 
 
 def choose_graphs(finder: BatchSizeFinder, stages: Sequence[StageWork], recorded: bool | None = None) -> None:

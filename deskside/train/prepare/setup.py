@@ -33,10 +33,10 @@ from deskside.precision.lora import num_trained_parameters
 from deskside.precision.selfcheck import CheckResult, check, check_experts, check_head
 from deskside.train import parallel
 from deskside.train.activation_offload import ActivationOffload
+from deskside.train.loop.graph_support import check_execution
+from deskside.train.loop.stage_work import StageWork
 from deskside.train.objective import Objective
 from deskside.train.parallel import World
-from deskside.train.prepare.batch_size_finder import StageWork
-from deskside.train.prepare.graph_support import check_execution
 from deskside.train.prepare.kept_checks import check_block_once, kept_check
 from deskside.train.prepare.matmul_backend import check_matmul
 from deskside.train.state.init_weights import InitialWeights

@@ -16,10 +16,10 @@ from deskside.data.reading.repetition import describe_epochs
 from deskside.data.reading.rows import PackedDataset
 from deskside.run.directory import RunDirectory
 from deskside.train.loop.clock import Revision, StepPlan, remaining_steps
+from deskside.train.loop.stage_work import StageWork
 from deskside.train.objective import RowDataset
 from deskside.train.parallel import World, local_processes
-from deskside.train.prepare.batch_size_finder import StageWork
-from deskside.train.prepare.preflight import MARGIN, RECOMMENDED_STEPS, too_short
+from deskside.train.time_budget import MARGIN, RECOMMENDED_STEPS, too_short
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.format import count, end_time, gib, plural
 from deskside.utils.host_memory import usable_bytes

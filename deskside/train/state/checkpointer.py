@@ -29,8 +29,8 @@ from deskside.optim.build import Optimizer
 from deskside.optim.groups import trained_parameters
 from deskside.train.loop.callbacks import RunLog
 from deskside.train.loop.clock import Clock, Every, Position
+from deskside.train.loop.train_context import TrainContext
 from deskside.train.loop.trainer import TrainProgress
-from deskside.train.objective import TrainContext
 from deskside.train.parallel import local_processes
 from deskside.train.state.staging import Staging
 from deskside.utils.errors import RunError, UsageError

@@ -14,10 +14,9 @@ from deskside.data import tokenizer as bpe
 from deskside.data.reading.loader import evaluated_rows
 from deskside.data.reading.rows import IGNORE, PackedDataset
 from deskside.run.directory import RunDirectory
-from deskside.train import objective, training_run
+from deskside.train import next_token, training_run
 from deskside.train.loop.callbacks import Callback
 from deskside.train.loop.clock import Clock
-from deskside.train.state import finalize
 from deskside.utils.signals import StopSignal
 from tests.train import tiny_run
 from tests.train.tiny_run import curve
@@ -120,7 +119,7 @@ def test_what_the_final_evaluation_takes_is_learnt_on_the_way(
 ) -> None:
     """A machine of half the speed also evaluates at half the speed, and the run still ends within its length."""
     virtual = tiny_run.VirtualTime(monkeypatch, lambda step: 0.1 * (1 + (virtual.now > 10)))
-    original = objective.evaluate_dataset
+    original = next_token.evaluate_dataset
     took: list[float] = []
 
     def evaluate_dataset(*arguments: Any, **given: Any) -> Any:
@@ -129,7 +128,7 @@ def test_what_the_final_evaluation_takes_is_learnt_on_the_way(
         virtual.now += took[-1]
         return result
 
-    monkeypatch.setattr(objective, "evaluate_dataset", evaluate_dataset)
+    monkeypatch.setattr(next_token, "evaluate_dataset", evaluate_dataset)
     config = tiny_run.config(data, schedule={"length": "20s"}, evaluate={"every": "4s", "tokens": 200})
     summary = start(tmp_path, config, Notes()).summary
     # The final evaluation takes twice what the first ones had shown, but at most a twentieth.
@@ -142,7 +141,7 @@ def test_evaluations_during_training_take_a_twentieth_of_their_interval(
 ) -> None:
     """The whole validation text would take 50 s every 4 s. All evaluations read the same part, also after a resume."""
     virtual = tiny_run.VirtualTime(monkeypatch, lambda step: 1.0)
-    original = objective.evaluate_dataset
+    original = next_token.evaluate_dataset
     asked: list[int] = []
 
     def evaluate_dataset(*arguments: Any, **given: Any) -> Any:
@@ -151,7 +150,7 @@ def test_evaluations_during_training_take_a_twentieth_of_their_interval(
         asked.append(given["max_tokens"])
         return result
 
-    monkeypatch.setattr(objective, "evaluate_dataset", evaluate_dataset)
+    monkeypatch.setattr(next_token, "evaluate_dataset", evaluate_dataset)
     config = tiny_run.config(data, schedule={"length": "80s"}, evaluate={"every": "16s", "tokens": 10**6})
     summary = start(tmp_path, config, Notes()).summary
     during = tiny_run.plan(tmp_path / "run")["evaluate_tokens"]
@@ -168,7 +167,7 @@ def test_a_short_run_evaluates_what_there_is_time_for(
     training clock, evaluation is free.
     """
     virtual = tiny_run.VirtualTime(monkeypatch, lambda step: 0.1)
-    original = objective.evaluate_dataset
+    original = next_token.evaluate_dataset
     evaluated: list[int] = []
     limits: list[int] = []
 
@@ -179,7 +178,7 @@ def test_a_short_run_evaluates_what_there_is_time_for(
         limits.append(given["max_tokens"])
         return result
 
-    monkeypatch.setattr(objective, "evaluate_dataset", evaluate_dataset)
+    monkeypatch.setattr(next_token, "evaluate_dataset", evaluate_dataset)
     config = tiny_run.config(data, schedule={"length": "20s", "clock": clock})
     summary = start(tmp_path, config, Notes()).summary
     split = PackedDataset(data, split="val", sequence_length=32)
@@ -206,7 +205,7 @@ def test_a_short_run_evaluates_what_there_is_time_for(
 
 def with_its_own_stopwatch(root: Path, config: Any) -> None:
     """Run a rank whose stopwatch shows ten times as much for an evaluation as the previous rank's."""
-    patch, original, rank = pytest.MonkeyPatch(), objective.evaluate_dataset, int(os.environ["RANK"])
+    patch, original, rank = pytest.MonkeyPatch(), next_token.evaluate_dataset, int(os.environ["RANK"])
     virtual = tiny_run.VirtualTime(patch, lambda step: 0.2)
     limits: list[int | None] = []
 
@@ -216,7 +215,7 @@ def with_its_own_stopwatch(root: Path, config: Any) -> None:
         limits.append(given["max_tokens"])
         return result
 
-    patch.setattr(objective, "evaluate_dataset", evaluate_dataset)
+    patch.setattr(next_token, "evaluate_dataset", evaluate_dataset)
     tiny_run.train(root, config)
     (root / f"limits-{rank}.json").write_text(json.dumps(limits), "utf-8")
 
@@ -229,22 +228,3 @@ def test_every_process_evaluates_the_same_at_the_end(data: Path, tmp_path: Path)
     first, second = (json.loads((tmp_path / f"limits-{rank}.json").read_text("utf-8")) for rank in (0, 1))
     whole = PackedDataset(data, split="val", sequence_length=32).num_tokens
     assert first == second and first[-1] == pytest.approx(0.1 * whole, rel=0.2)
-
-
-def test_samples_of_a_limited_run_are_cut_off(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a machine that needs a second per token, samples take a fiftieth of the length."""
-    virtual = tiny_run.VirtualTime(monkeypatch, lambda step: 2.0)
-    original, seen = finalize.generate_events, []
-
-    def slow(*arguments: Any, **given: Any) -> Any:
-        for event in original(*arguments, **given):
-            virtual.now += 1.0
-            seen.append(event)
-            yield event
-
-    monkeypatch.setattr(finalize, "generate_events", slow)
-    config = tiny_run.config(data, schedule={"length": "100s"}, batch={"tokens": 256})
-    summary = start(tmp_path, config, Notes()).summary
-    assert len(seen) == 2 and summary["samples"], "2 s of 100 s, which is a fiftieth"

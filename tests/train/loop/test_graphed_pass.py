@@ -17,15 +17,15 @@ from deskside.config import merge
 from deskside.data.reading.loader import Batch, future_targets
 from deskside.optim.build import build
 from deskside.precision.convert import convert
+from deskside.train.attention_backends import AttentionBackends
 from deskside.train.loop import graphed_pass
 from deskside.train.loop.gradient_buckets import Bucket
 from deskside.train.loop.graph_pool import Graph, PassMemory
 from deskside.train.loop.guard import Guard
 from deskside.train.loop.step import Stepper
-from deskside.train.objective import NextToken, TrainContext
+from deskside.train.loop.train_context import TrainContext
+from deskside.train.next_token import NextToken
 from deskside.train.parallel import World
-from deskside.train.prepare.attention_backends import AttentionBackends
-from deskside.train.prepare.graph_support import check_execution
 from deskside.utils.errors import RunError, UsageError
 from tests.examples import examples
 from tests.optim.models import NO_SCALING
@@ -606,14 +606,6 @@ def test_compiled_attention_is_refused(names: tuple[str, str | None]) -> None:
     run.context.attention = AttentionBackends(*names)
     with pytest.raises(UsageError, match=r"compute\.cuda_graph: cannot contain the attention backend flex"):
         run.use_graphs(print, Replaying)
-
-
-def test_a_cpu_and_unfused_execution_are_refused() -> None:
-    with pytest.raises(UsageError, match=r"compute\.cuda_graph: needs a GPU, and this run is on a CPU"):
-        check_execution(CPU, "fused")
-    with pytest.raises(UsageError, match=r"compute\.cuda_graph: needs fused kernels.* compute.compile block"):
-        check_execution(torch.device("cuda"), "block")
-    check_execution(torch.device("cuda"), "fused")
 
 
 # The stand-ins find errors

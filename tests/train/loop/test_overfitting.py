@@ -16,9 +16,10 @@ from scipy.stats import kendalltau
 
 from deskside.config import merge
 from deskside.run.directory import RunDirectory
-from deskside.train import objective
+from deskside.train import next_token
 from deskside.train.loop.overfitting import MAX_FALLING_PAIRS, WINDOW, OverfittingWatch, overfits
-from deskside.train.objective import Evaluation, NextToken, Session
+from deskside.train.next_token import NextToken
+from deskside.train.objective import Evaluation, Session
 from deskside.train.state.checkpointer import Checkpointer
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.signals import StopSignal
@@ -188,13 +189,13 @@ def test_losses_of_all_stages_are_of_the_same_rows_and_window(
     """They use the model at the end of the run, so that they can be compared.
     Otherwise each stage has its own window.
     """
-    original, seen = objective.evaluate_dataset, []
+    original, seen = next_token.evaluate_dataset, []
 
     def evaluate_dataset(model: Any, dataset: Any, **given: Any) -> Any:
         seen.append((dataset.sequence_length, model.layers[0].attn.window))
         return original(model, dataset, **given)
 
-    monkeypatch.setattr(objective, "evaluate_dataset", evaluate_dataset)
+    monkeypatch.setattr(next_token, "evaluate_dataset", evaluate_dataset)
     stages = [{"until": 0.5, "sequence_length": 16, "window": 4}, {"until": 1.0, "sequence_length": 32}]
     staged = {"length": "20 steps", "stages": stages}
     model = {"window_pattern": "SL", "sliding_window": 8}

@@ -12,10 +12,10 @@ from deskside.data.reading.loader import Batch
 from deskside.optim import adamw, offload
 from deskside.optim.build import build
 from deskside.precision.convert import convert
+from deskside.train.attention_backends import AttentionBackends
 from deskside.train.loop.step import Stepper
-from deskside.train.objective import TrainContext
+from deskside.train.loop.train_context import TrainContext
 from deskside.train.parallel import World
-from deskside.train.prepare.attention_backends import AttentionBackends
 from deskside.utils.errors import RunError, UsageError
 from tests.optim.models import NO_SCALING
 from tests.precision.small import make

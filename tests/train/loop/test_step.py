@@ -7,10 +7,10 @@ from deskside.config import merge
 from deskside.model.block import Block
 from deskside.optim.build import build
 from deskside.precision.convert import convert
+from deskside.train.attention_backends import AttentionBackends
 from deskside.train.loop.step import Stepper
-from deskside.train.objective import TrainContext
+from deskside.train.loop.train_context import TrainContext
 from deskside.train.parallel import World
-from deskside.train.prepare.attention_backends import AttentionBackends
 from tests.optim.models import NO_SCALING
 from tests.precision.small import make
 

@@ -13,10 +13,10 @@ from deskside.budget.shape import flops_per_token
 from deskside.train.loop import trainer
 from deskside.train.loop.clock import Clock, Revision, StepPlan
 from deskside.train.loop.guard import Guard
+from deskside.train.loop.stage_work import StageWork
 from deskside.train.loop.step import DeviceEvent
 from deskside.train.loop.trainer import RunLength, Trainer, TrainProgress
 from deskside.train.parallel import World
-from deskside.train.prepare.batch_size_finder import StageWork
 from deskside.utils.signals import StopSignal
 from tests.train import tiny_run
 

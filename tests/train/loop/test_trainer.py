@@ -21,7 +21,7 @@ from deskside.data.tokenizer import load as load_tokenizer
 from deskside.evaluate.bpb import evaluate_dataset
 from deskside.precision import CheckResult
 from deskside.run.directory import RunDirectory
-from deskside.train import objective
+from deskside.train import next_token
 from deskside.train.loop.guard import Diverged
 from deskside.train.loop.step import StepMetrics, Stepper
 from deskside.train.objective import Loss
@@ -251,7 +251,7 @@ def test_going_back_to_the_beginning_clears_the_optimizer(
                 dataset, replace(options, start_row=options.start_row + 8 * options.rows_per_step)
             )
 
-    monkeypatch.setattr(objective, "Loader", Later)
+    monkeypatch.setattr(next_token, "Loader", Later)
     assert curve(tiny_run.train(tmp_path, config, "later").run.path) == curve(run)
 
 

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from deskside.config.run import RunConfig
 from deskside.data.reading.loader import Batch
-from deskside.data.reading.rows import PackedDataset
 from deskside.train import environment_record
 from deskside.train.loop.gradient_buckets import GradientBuckets
 from deskside.train.loop.step import Stepper
-from deskside.train.objective import RowDataset, worst_case_batch
+from deskside.train.objective import RowDataset
 from deskside.train.parallel import World
 from deskside.train.prepare.batch_size_finder import (
     BatchSizeFinder,
@@ -152,24 +151,6 @@ def test_what_fits_only_without_gradients_does_not_fit(data: Path, tmp_path: Pat
     assert (fitted["micro_rows"], fitted["accumulation"]) == (2, 4)
     assert [a["fits"] for a in fitted["attempts"]] == [False, True]
     assert len(tiny_run.rows(tmp_path / "run")) == 3
-
-
-@pytest.mark.parametrize("document_mask", [False, True])
-def test_the_worst_batch_has_the_shapes_of_the_loader_and_no_padding(data: Path, document_mask: bool) -> None:
-    from deskside.data.reading.loader import Loader, LoaderOptions
-
-    dataset = PackedDataset(data, split="train", sequence_length=32)
-    batch = worst_case_batch(dataset, 4, 3, CPU, document_mask)
-    with Loader(dataset, LoaderOptions(1, 0, 8, 4, document_mask=document_mask)) as loader:
-        real = next(loader)[0]
-    for name in ("tokens_BT", "targets_BT", "cu_seqlens", "positions_BT"):
-        worst, usual = getattr(batch, name), getattr(real, name)
-        if usual is None:
-            assert worst is None
-        else:
-            assert worst.shape == usual.shape and worst.dtype == usual.dtype
-    assert batch.num_valid == 4 * 32 and batch.num_valid_step == 3 * 4 * 32
-    assert int(batch.tokens_BT.max()) < dataset.index.tokenizer.vocab_size
 
 
 class Switch:

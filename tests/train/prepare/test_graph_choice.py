@@ -10,12 +10,10 @@ from typing import Any, cast
 import pytest
 import torch
 
-from deskside.config import merge
+from deskside.train.loop.stage_work import StageWork
 from deskside.train.prepare import graph_choice
-from deskside.train.prepare.attention_backends import AttentionBackends
-from deskside.train.prepare.batch_size_finder import BatchSizeFinder, StageWork
+from deskside.train.prepare.batch_size_finder import BatchSizeFinder
 from deskside.train.prepare.graph_choice import choose_graphs
-from deskside.train.prepare.graph_support import can_capture
 
 STAGES = [SimpleNamespace(until=1.0, window=None, micro_rows=4, dataset=None)]
 
@@ -96,20 +94,3 @@ def test_no_process_steps_where_another_has_no_memory_for_gradients(monkeypatch:
 
     done = choice(monkeypatch, use=full)
     assert done == ["timed", "timed", "graphs", "no graphs", "scales reset"]
-
-
-@pytest.mark.parametrize(
-    ("parts", "attention", "expected"),
-    [
-        ({}, "cudnn", True),
-        ({"optim": {"weights": "bfloat16"}}, "cudnn", False),
-        ({"model": {"num_experts": 16}}, "cudnn", False),
-        ({"dropout": 0.1}, "cudnn", False),
-        ({}, "flex", False),
-    ],
-)
-def test_what_can_be_captured(parts: dict[str, Any], attention: str, expected: bool) -> None:
-    config, backends = merge.build([parts]), AttentionBackends(attention)
-    assert can_capture(config, torch.device("cuda"), True, backends) == expected
-    assert not can_capture(config, torch.device("cuda"), False, backends)
-    assert not can_capture(config, torch.device("cpu"), True, backends)

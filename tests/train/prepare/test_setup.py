@@ -17,8 +17,8 @@ from deskside.precision.hardware_caps import HardwareCaps
 from deskside.precision.head import QuantizedHead
 from deskside.precision.selfcheck import CheckResult
 from deskside.train.parallel import World, destroy_distributed, init_distributed
+from deskside.train.preflight import check_start
 from deskside.train.prepare import setup
-from deskside.train.prepare.preflight import check_start
 from deskside.utils.errors import UsageError
 from tests.train import tiny_run
 from tests.train.tiny_run import write_text

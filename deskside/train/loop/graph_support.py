@@ -8,7 +8,7 @@ import torch
 from deskside.config.run import RunConfig
 from deskside.config.run_checks import graph_problem
 from deskside.kernels.attention.context import backend_named
-from deskside.train.prepare.attention_backends import AttentionBackends
+from deskside.train.attention_backends import AttentionBackends
 from deskside.utils.errors import UsageError
 
 

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,30 +14,13 @@ from deskside.kernels.attention import Requirements, gathered
 from deskside.kernels.attention.cached_choice import choose_cached
 from deskside.kernels.attention.choose import Use
 from deskside.model.transformer import Transformer
+from deskside.train.attention_backends import AttentionBackends
 from deskside.train.parallel import World
 from deskside.utils.trials import TrialCache
 
 TRIAL_ROWS = 32  # maximum rows of the timed batch
 KINDS = ("full", "windowed")  # keys of a trial's results, by the layers' attention
 SHARED_ROWS = "shared_rows"  # key of the backend for rows that processes share, in a result
-
-
-@dataclass(frozen=True)
-class AttentionBackends:
-    """Names of the attention backends of a run: for layers with full attention, and for windowed ones.
-
-    `stages` has the names for stages with another sequence length or window, by (sequence length, window). `shared` has
-    the names for rows that processes share in training, None without them; evaluation gives whole rows to each process.
-    """
-
-    full: str
-    windowed: str | None = None
-    stages: Mapping[tuple[int, int | None], tuple[str, str | None]] = field(default_factory=dict)
-    shared: "AttentionBackends | None" = None
-
-    def at(self, sequence_length: int, window: int | None) -> tuple[str, str | None]:
-        """Return the names (full, windowed) for a stage. window: that of the stage; None is the model's own window."""
-        return self.stages.get((sequence_length, window), (self.full, self.windowed))
 
 
 def recorded_attention(recorded: Mapping[str, Any]) -> AttentionBackends:

@@ -1,4 +1,4 @@
-"""Checks before torch is imported, and the time budget for setting up a run with a time limit.
+"""The time limit of a run, and the share of it that each part of the set-up may take.
 
 The set-up counts towards `--hours`: reading data, dry steps, the reference of DPO, the first answers of GRPO, the first
 evaluation. Each part times a small slice, and does no more than fits into its share of the limit. If there is no time
@@ -6,14 +6,9 @@ for a single step, the run is refused at once, and a longer length is recommende
 """
 
 import math
-import os
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-from deskside.config.run import RunConfig
-from deskside.data.reading.index_file import INDEX, is_prepared
 from deskside.utils.errors import UsageError
 
 # Shares of the run's length
@@ -24,51 +19,6 @@ REPORT_SECONDS, REPORT_SHARE = 4.0, 0.05  # for the report: the smaller one; it 
 
 RECOMMENDED_STEPS = 20  # optimizer steps in a recommended length
 MARGIN = 1.2  # factor by which a recommended length exceeds the estimate
-PREPARE_COMMAND = "deskside data prepare SOURCE --out data/NAME"
-
-
-def check_start(config: RunConfig) -> None:
-    """Raise UsageError for a run without a length or without data, or whose vocabulary is too small for its data."""
-    if config.schedule.length is None:
-        raise UsageError(
-            "schedule.length: the run has no length; give --hours 2, --schedule.steps 2000 or --schedule.tokens 1e9"
-        )
-    check_path(config)
-    path = Path(str(config.data.path))
-    if config.align is None and is_prepared(path):
-        from deskside.data.reading.index import read_index  # imports numpy, which takes time
-
-        check_vocabulary(config, read_index(path).tokenizer.vocab_size)
-
-
-def check_path(config: RunConfig) -> None:
-    """Raise UsageError unless the run has prepared data, or sources to prepare it from."""
-    path = config.data.path
-    if path is None:
-        raise UsageError(
-            f"data.path: no data was given; prepare some with: {PREPARE_COMMAND}; then add --data.path data/NAME"
-        )
-    if not config.data.sources and not is_prepared(path):
-        command = (
-            PREPARE_COMMAND.replace("SOURCE", shlex.quote(path)) if Path(path).is_dir() else PREPARE_COMMAND
-        )
-        raise UsageError(f"data.path: {path} is not prepared data (no {INDEX}); prepare some with: {command}")
-
-
-def check_vocabulary(config: RunConfig, tokens: int) -> None:
-    """Raise UsageError if the model's vocabulary is smaller than that of the data, which has `tokens` tokens."""
-    if tokens > config.model.vocab_size:
-        raise UsageError(
-            f"model.vocab_size: {config.data.path} has a vocabulary of {tokens}, the model only one of "
-            f"{config.model.vocab_size}; use --model.vocab_size {tokens}, or prepare the data again with deskside data "
-            f"prepare ... --vocab-size {config.model.vocab_size}"
-        )
-
-
-def set_cublas_workspace(config: RunConfig) -> None:
-    """Give cuBLAS the fixed workspace that deterministic runs need. Call it before CUDA is initialized."""
-    if config.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 @dataclass(frozen=True)
