@@ -11,7 +11,7 @@ from deskside.dashboard.sidebar import Context, StudySelection, all_groups_key, 
 from deskside.report import study_text
 from deskside.run.expert_load import layer_with_differences, load_by_language, newest_load, relative
 from deskside.run.record import RunRecord, number
-from deskside.study.stats.metrics import metric_named
+from deskside.study.metrics import metric_named
 
 
 def chart(figure: plotly_charts.go.Figure, key: str, alt: str) -> None:

@@ -21,8 +21,8 @@ from deskside.run.record import (
     text,
 )
 from deskside.run.validation import validation_share
+from deskside.study.metrics import QUALITY, SPEED, metric_named
 from deskside.study.results import INTERRUPTED, Arm, Results, Trial, best_first
-from deskside.study.stats.metrics import QUALITY, SPEED, metric_named
 from deskside.utils.format import count, percent, plural, printable
 
 RUN, TRIAL, STUDY, SEARCH = "run", "trial", "study", "search"

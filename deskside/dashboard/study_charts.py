@@ -35,8 +35,8 @@ from deskside.report.chart_data import (
 )
 from deskside.report.curve_data import CURVE_TITLES, Curve, seed_band, y_range
 from deskside.report.study_verdicts import is_better
+from deskside.study.metrics import metric_named
 from deskside.study.results import Arm, Results
-from deskside.study.stats.metrics import metric_named
 
 NATIVE, EMULATED = "native", "emulated: speed and power are not those of native hardware"
 # A forest plot's mark by the outcome of its comparison: (name in the legend, color, symbol).

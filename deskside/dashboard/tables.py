@@ -1,6 +1,6 @@
 """Tables of a study: for display in the pages, and for download as CSV files.
 
-The CSV files have the stored numbers with all digits, under the keys of study/stats/metrics.py. Numbers that were not
+The CSV files have the stored numbers with all digits, under the keys of study/metrics.py. Numbers that were not
 measured are empty.
 """
 
@@ -9,8 +9,8 @@ from typing import Any
 import pandas as pd
 
 from deskside.report import study_text
+from deskside.study.metrics import METRICS, PRIMARY, metric_named
 from deskside.study.results import Arm, Results, status_text
-from deskside.study.stats.metrics import METRICS, PRIMARY, metric_named
 
 ORDERED_METRICS = sorted(METRICS, key=lambda metric: metric.key not in PRIMARY)  # the primary metrics first
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from deskside.report import study_text
 from deskside.report.study_text import by_baseline, measured_arms
 from deskside.run.record import number
+from deskside.study.metrics import QUALITY, SPEED, SPEED_AND_POWER, Metric, metric_named
 from deskside.study.results import NO_DIFFERENCE, Arm, Comparison, Estimate, Front, Results
-from deskside.study.stats.metrics import QUALITY, SPEED, SPEED_AND_POWER, Metric, metric_named
 from deskside.utils.format import percent, percent_digits
 
 # To show intervals, an axis extends beyond the means by up to this fraction of the span of the means, or by the median

@@ -38,8 +38,8 @@ from deskside.report.chart_data import (
 from deskside.report.colors import BETTER, GREY, INK, PALE, PAPER, WORSE
 from deskside.report.study_text import reason_missing, seed_range, seeds_text, short_labels
 from deskside.run.record import number
+from deskside.study.metrics import ENERGY, MEMORY, PRIMARY, QUALITY, SPEED, metric_named
 from deskside.study.results import Arm, Factor, Front, Group, Results
-from deskside.study.stats.metrics import ENERGY, MEMORY, PRIMARY, QUALITY, SPEED, metric_named
 from deskside.utils.format import percent, percent_digits
 
 MAX_ROWS = 40

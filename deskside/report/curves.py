@@ -20,8 +20,8 @@ from deskside.report.charts import left_out_note
 from deskside.report.colors import BLUE, GREEN, GREY, INK, PAPER, PURPLE, VERMILION
 from deskside.report.curve_data import CURVE_TITLES, Curve, finished_curves, loss_key, seed_band, y_range
 from deskside.report.study_text import by_baseline, seed_range, short_labels
+from deskside.study.metrics import QUALITY
 from deskside.study.results import Group, Results
-from deskside.study.stats.metrics import QUALITY
 
 MAX_PANELS, MAX_CURVES = 4, 6
 STYLES: tuple[tuple[Any, str, str], ...] = (  # dashes, marker, shade

@@ -12,8 +12,8 @@ from deskside.report.curves import draw_curves
 from deskside.report.document import Image
 from deskside.report.study_text import measured_arms
 from deskside.report.svg import save
+from deskside.study.metrics import ENERGY, MEMORY, PRIMARY, SPEED
 from deskside.study.results import Group, Results
-from deskside.study.stats.metrics import ENERGY, MEMORY, PRIMARY, SPEED
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from deskside.report.study_verdicts import comparison_chip
 from deskside.report.svg import save
 from deskside.run.expert_load import load_by_language
 from deskside.run.record import mapping, number, objects
+from deskside.study.metrics import QUALITY, metric_named
 from deskside.study.results import Arm, Results
 from deskside.study.stats.languages import MEAN, ByLanguage, Records, by_language
-from deskside.study.stats.metrics import QUALITY, metric_named
 from deskside.utils.format import UNKNOWN
 
 NOTE = (

@@ -30,11 +30,11 @@ from deskside.report.study_tables import (
 )
 from deskside.report.study_verdicts import arms_table, best_sentence, best_table, is_better
 from deskside.run.record import machine_name
+from deskside.study.metrics import PRIMARY, SPEED, metric_named
 from deskside.study.narrative.cautions import trials_on_shared_gpus
 from deskside.study.narrative.findings import GOALS, has_time_budget, insights
 from deskside.study.narrative.overfitting import overfit_arms
 from deskside.study.results import EXACT, NO_DIFFERENCE, TOO_FEW, Group, Results, status_text
-from deskside.study.stats.metrics import PRIMARY, SPEED, metric_named
 from deskside.utils.format import plural
 
 MAX_SHOWN = 4  # findings per goal; the others are folded

@@ -12,8 +12,8 @@ from deskside.report.study_text import (
     trials_text,
 )
 from deskside.run.record import number
+from deskside.study.metrics import ENERGY, MEMORY, METRICS, PRIMARY, QUALITY, SPEED, metric_named
 from deskside.study.results import Arm, Group, Interaction, Results, status_text
-from deskside.study.stats.metrics import ENERGY, MEMORY, METRICS, PRIMARY, QUALITY, SPEED, metric_named
 from deskside.utils.format import count, elapsed, plural
 
 

@@ -6,6 +6,7 @@ Full sentences about findings are in `study.narrative`.
 from collections.abc import Iterable, Sequence
 
 from deskside.run.record import number
+from deskside.study.metrics import Metric
 from deskside.study.results import (
     NO_DIFFERENCE,
     TOO_FEW,
@@ -15,7 +16,6 @@ from deskside.study.results import (
     differing_label_parts,
     status_text,
 )
-from deskside.study.stats.metrics import Metric
 from deskside.utils.format import percent, percent_digits, percent_range
 
 NOT_MEASURED = "not measured"

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from deskside.report.document import Chip, Table
 from deskside.report.study_text import NOT_ENOUGH, by_baseline, estimate_text, reason_missing, short_labels
 from deskside.run.record import number
+from deskside.study.metrics import PRIMARY, SPEED, metric_named
 from deskside.study.results import NO_DIFFERENCE, TOO_FEW, Arm, Comparison, Group, Results
-from deskside.study.stats.metrics import PRIMARY, SPEED, metric_named
 from deskside.utils.format import percent, percent_digits, percent_range
 
 NOT_SHOWN = "not shown"

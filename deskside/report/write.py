@@ -60,8 +60,8 @@ def write_study(folder: Path, claims: str | None = None, also: Sequence[Path] = 
     # Not needed for the report of a run.
     from deskside.report import study_figures, study_languages, study_report
     from deskside.report.study_claims import claims_markdown, judge_with_others
+    from deskside.study.execute.results_io import PARQUET, write_parquet
     from deskside.study.narrative.cautions import cautions
-    from deskside.study.results_io import PARQUET, write_parquet
     from deskside.study.stats.languages import read_records
 
     results = studies.read(folder)

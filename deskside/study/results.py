@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from deskside.run.record import number
-from deskside.study.stats.metrics import Metric
+from deskside.study.metrics import Metric
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.format import printable
 from deskside.utils.parsing import json_value
@@ -71,7 +71,7 @@ class Trial:
         reason: Why it did not finish, in one line, or "".
         run: Its directory, relative to the study's, or "" before its first start.
         started, ended: Times in ISO format, or "".
-        metrics: Values by their keys in study/stats/metrics.py; those that were not measured are absent.
+        metrics: Values by their keys in study/metrics.py; those that were not measured are absent.
         curve: At most 200 rows of {"tokens", "seconds", "loss", "val_bpb"}, None where not measured. The seconds are
             training time, without evaluation and checkpoints.
     """

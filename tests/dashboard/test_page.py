@@ -177,9 +177,9 @@ def test_tables_hold_one_group_until_all_are_asked_for(tmp_path: Path, draw: Dra
 
 
 def test_the_summary_has_the_answers_of_every_group(tmp_path: Path, draw: Draw) -> None:
+    from deskside.study.metrics import metric_named
     from deskside.study.narrative.findings import GOALS, insights
     from deskside.study.narrative.headline import headlines
-    from deskside.study.stats.metrics import metric_named
 
     whole = made_up.two_groups(tmp_path / "s")
     page = draw(tmp_path, "summary")

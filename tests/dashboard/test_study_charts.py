@@ -7,9 +7,9 @@ import pytest
 
 from deskside.dashboard import plotly_charts, study_charts, trade_off_chart
 from deskside.report.curve_data import finished_curves, seed_band
+from deskside.study.metrics import METRICS
 from deskside.study.results import Results
 from deskside.study.stats.compare import compare
-from deskside.study.stats.metrics import METRICS
 from tests.study import made
 
 WHOLE = compare(made.results())

@@ -7,8 +7,8 @@ import pandas as pd
 import pytest
 
 from deskside.dashboard import tables
+from deskside.study.metrics import BY_KEY, METRICS
 from deskside.study.stats.compare import compare
-from deskside.study.stats.metrics import BY_KEY, METRICS
 from tests.study import made
 
 WHOLE = compare(made.results())

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deskside.report import chart_data
+from deskside.study.metrics import SPEED
 from deskside.study.results import Arm, Estimate, Trial
-from deskside.study.stats.metrics import SPEED
 
 positive = st.floats(1e-6, 1e9)
 

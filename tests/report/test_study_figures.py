@@ -22,9 +22,9 @@ from deskside.report.charts import STRONGEST, draw_bars, draw_bubbles, draw_fore
 from deskside.report.colors import BETTER, PAPER
 from deskside.report.curves import draw_curves
 from deskside.report.study_figures import _prefixes, draw, draw_group
+from deskside.study.metrics import PRIMARY
 from deskside.study.results import Arm, Factor, Group, Results
 from deskside.study.stats.compare import compare
-from deskside.study.stats.metrics import PRIMARY
 from deskside.utils.format import printable
 from tests.study import made
 

@@ -20,10 +20,10 @@ from deskside.report.study_claims import claims_markdown
 from deskside.report.study_figures import Figures
 from deskside.report.study_tables import unfinished_trials
 from deskside.report.write import write_report
+from deskside.study.metrics import BY_KEY, PRIMARY
 from deskside.study.narrative.findings import GOALS, insights
 from deskside.study.results import Arm, ClaimResult, Comparison, Group, Results
 from deskside.study.stats.compare import compare
-from deskside.study.stats.metrics import BY_KEY, PRIMARY
 from deskside.utils.errors import RunError, UsageError
 from tests.report.test_run_report import Page
 from tests.study import made

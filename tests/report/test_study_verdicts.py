@@ -7,9 +7,9 @@ import pytest
 from deskside.report.colors import CHIP_COLORS, PAGE_COLORS
 from deskside.report.document import Chip
 from deskside.report.study_verdicts import arms_table, best_shown, best_table, comparison_chip
+from deskside.study.metrics import PRIMARY, metric_named
 from deskside.study.results import Comparison
 from deskside.study.stats.compare import compare
-from deskside.study.stats.metrics import PRIMARY, metric_named
 from tests.study import made
 
 RESULTS = compare(made.results())

@@ -6,11 +6,11 @@ import pytest
 from scipy import stats
 
 from deskside.dashboard.run_table import study_row
+from deskside.study.metrics import metric_named
 from deskside.study.narrative.findings import insights
 from deskside.study.narrative.headline import headlines
 from deskside.study.results import Arm, Results, Trial
 from deskside.study.stats.compare import compare
-from deskside.study.stats.metrics import metric_named
 from tests.study import made
 
 WHOLE = compare(made.results())

@@ -10,8 +10,8 @@ from deskside.report import study_text
 from deskside.report.chart_data import most_different
 from deskside.report.curve_data import Curve, finished_curves, loss_curve, loss_key
 from deskside.run.record import RunRecord, mapping, number
+from deskside.study.metrics import QUALITY, metric_named
 from deskside.study.results import Arm
-from deskside.study.stats.metrics import QUALITY, metric_named
 from deskside.utils.errors import UsageError
 
 MAX_CURVES = 6

@@ -10,10 +10,10 @@ from deskside.dashboard.notes import empty_state, problem_rows
 from deskside.dashboard.sidebar import Context, StudySelection, literal
 from deskside.dashboard.verdict_rows import VerdictRow
 from deskside.report.study_claims import claims_sentence
+from deskside.study.metrics import Metric, metric_named
 from deskside.study.narrative.findings import GOALS, findings_by_group, unfinished
 from deskside.study.narrative.headline import Headline, Outcome, headlines
 from deskside.study.results import NOT_ENDED, Group, Results, status_text
-from deskside.study.stats.metrics import Metric, metric_named
 from deskside.utils.format import plural
 
 # Outcome -> (kind of chip, its text).

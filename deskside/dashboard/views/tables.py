@@ -7,7 +7,7 @@ from deskside.dashboard.components import pick_group
 from deskside.dashboard.notes import problem_rows
 from deskside.dashboard.sidebar import Context, StudySelection
 from deskside.report import study_text
-from deskside.study.stats.metrics import metric_named
+from deskside.study.metrics import metric_named
 
 MAX_STYLED_CELLS = 200_000  # a larger table is shown without number formats
 

@@ -7,8 +7,8 @@ from deskside.dashboard import trade_off_chart
 from deskside.dashboard.components import chart, pick_group, seeds_note
 from deskside.dashboard.sidebar import Context
 from deskside.report import study_text
+from deskside.study.metrics import metric_named
 from deskside.study.results import Arm, Factor, Results
-from deskside.study.stats.metrics import metric_named
 
 AXIS_KEYS = {
     "speed and quality": ("tokens_per_second", "val_bpb"),

@@ -19,8 +19,8 @@ from deskside.study.claims.verdicts import (
     verdict_of_model,
     verdict_of_value,
 )
+from deskside.study.metrics import BY_KEY, SPEED_AND_POWER
 from deskside.study.results import NOT_ENDED, Arm, ClaimBasis, ClaimResult, ClaimVerdict, Results
-from deskside.study.stats.metrics import BY_KEY, SPEED_AND_POWER
 from deskside.study.stats.statistics import is_exact, log_ratio, paired_values, significant
 from deskside.utils.format import count
 

@@ -29,7 +29,7 @@ class Measured:
     """The measurements of one trial.
 
     Attributes:
-        metrics: Values by their keys in stats/metrics.py.
+        metrics: Values by their keys in metrics.py.
         curve: As in `results.Trial`.
         emulated: True if the run emulates its number format; None if the run has not recorded this yet.
         machine: Content of environment.json, or empty.

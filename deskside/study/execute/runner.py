@@ -19,7 +19,7 @@ from pathlib import Path
 from deskside.data.corpus.prepare_sources import prepare_sources
 from deskside.data.reading.index_file import is_prepared
 from deskside.run.directory import RunDirectory
-from deskside.study import results_io
+from deskside.study.execute import results_io
 from deskside.study.execute.check_arm import check_arm
 from deskside.study.execute.devices import Device
 from deskside.study.execute.executor import Executor, RunningTrial

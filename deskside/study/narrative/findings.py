@@ -8,6 +8,7 @@ worse; and the significant interactions. Comparisons are given with their interv
 from collections.abc import Iterable, Iterator
 
 from deskside.run.record import machine_name
+from deskside.study.metrics import BY_KEY, PRIMARY, SPEED_AND_POWER, Metric
 from deskside.study.results import (
     EXACT,
     NO_DIFFERENCE,
@@ -21,7 +22,6 @@ from deskside.study.results import (
     status_text,
 )
 from deskside.study.stats.equal_tokens import KEY as EQUAL_TOKENS
-from deskside.study.stats.metrics import BY_KEY, PRIMARY, SPEED_AND_POWER, Metric
 from deskside.study.stats.statistics import log_ratio, paired_values
 from deskside.utils.format import percent, percent_digits, percent_range
 

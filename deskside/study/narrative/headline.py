@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from deskside.study.metrics import Metric
 from deskside.study.narrative.findings import describe, estimate_text, family_size, undecided_arms
 from deskside.study.results import EXACT, NO_DIFFERENCE, TOO_FEW, Arm, Comparison, Group, Results, best_first
-from deskside.study.stats.metrics import Metric
 from deskside.utils.format import plural
 
 # "shown": the best arm is shown to be better. "not shown": the seeds leave it open. "one seed": there is no interval.

@@ -2,9 +2,9 @@
 
 from rich.text import Text
 
+from deskside.study.metrics import BY_KEY
 from deskside.study.narrative.findings import GOALS, baseline_name, findings_by_group, unfinished
 from deskside.study.results import EXACT, NO_DIFFERENCE, TOO_FEW, Arm, Comparison, Results, best_first
-from deskside.study.stats.metrics import BY_KEY
 from deskside.utils.format import percent, percent_digits, percent_range
 from deskside.utils.printer import Cell, Printer
 

@@ -12,6 +12,7 @@ from deskside.study.execute.executor import Executor
 from deskside.study.execute.runner import TARGET, Runner, prepare_all
 from deskside.study.execute.study_folder import StudyPlan
 from deskside.study.execute.trial_queue import ArmAndSeed, TrialList
+from deskside.study.metrics import QUALITY
 from deskside.study.results import Factor, Group, Results
 from deskside.study.search.memory_check import MemoryCheck
 from deskside.study.search.outcome import (
@@ -34,7 +35,6 @@ from deskside.study.search.search_queue import GROUP, SearchQueue, settings_of
 from deskside.study.search.space import settings_layer
 from deskside.study.search.suggestions import Suggestions
 from deskside.study.spec.expand import PlannedArm
-from deskside.study.stats.metrics import QUALITY
 from deskside.utils.console import say
 from deskside.utils.files import write_atomically
 from deskside.utils.format import plural

@@ -10,10 +10,10 @@ from pydantic import TypeAdapter, ValidationError
 from deskside.config.base import first_problem
 from deskside.config.imported import toml_value
 from deskside.run.record import number
+from deskside.study.metrics import QUALITY
 from deskside.study.results import Comparison, Results, status_text
 from deskside.study.search.search_folder import RESULT, SearchPlan
 from deskside.study.search.suggestions import Suggested
-from deskside.study.stats.metrics import QUALITY
 from deskside.utils import strict_json
 from deskside.utils.errors import RunError
 from deskside.utils.files import write_atomically

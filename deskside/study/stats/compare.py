@@ -15,10 +15,10 @@
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
+from deskside.study.metrics import METRICS
 from deskside.study.results import EXACT, NO_DIFFERENCE, TOO_FEW, Arm, Comparison, Estimate, Results, Verdict
 from deskside.study.stats.equal_tokens import with_equal_tokens
 from deskside.study.stats.interaction import interactions
-from deskside.study.stats.metrics import METRICS
 from deskside.study.stats.pareto import fronts
 from deskside.study.stats.statistics import (
     is_exact,

@@ -13,8 +13,8 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 
+from deskside.study.metrics import PRIMARY
 from deskside.study.results import EXACT, TOO_FEW, Arm, Group, Interaction, Results
-from deskside.study.stats.metrics import PRIMARY
 from deskside.study.stats.statistics import LOG_ROUNDING, mean_interval, relative_difference, values_by_seed
 
 Levels = tuple[str, ...]  # one level of every factor, in the order of the group's factors

@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import fmean
 
 from deskside.run.record import RunRecord, mapping, number, read_brief
+from deskside.study.metrics import QUALITY
 from deskside.study.results import Arm, Group, Results, Trial
 from deskside.study.stats.compare import compare
-from deskside.study.stats.metrics import QUALITY
 
 MEAN = "mean of the languages"  # in place of a language: the unweighted mean over all
 Records = Mapping[str, RunRecord]  # directory of a trial -> what is in it

@@ -9,8 +9,8 @@ with any number of seeds, and then neither dominates the other by intervals.
 
 from collections.abc import Sequence
 
+from deskside.study.metrics import BY_KEY
 from deskside.study.results import Arm, Front, Results
-from deskside.study.stats.metrics import BY_KEY
 from deskside.study.stats.statistics import is_exact, log_ratio, paired_values
 
 # Speed, memory and loss together; then without memory, and without speed.

@@ -21,11 +21,11 @@ from deskside.study.claims.verdicts import (
     verdict_of_change,
     verdict_of_value,
 )
+from deskside.study.metrics import BY_KEY
 from deskside.study.results import Arm, ClaimResult, Factor, Group, Results, Trial
 from deskside.study.spec import parse_spec
 from deskside.study.spec.expand import expand
 from deskside.study.stats.compare import compare
-from deskside.study.stats.metrics import BY_KEY
 from deskside.utils.errors import UsageError
 
 H200 = {"device": "cuda", "gpu": {"name": "NVIDIA H200", "compute_capability": "9.0"}}

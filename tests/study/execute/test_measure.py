@@ -19,7 +19,7 @@ from deskside.model.transformer import Transformer
 from deskside.precision.convert import convert
 from deskside.precision.fused_moe import FusedMoE
 from deskside.study.execute.measure import CURVE_POINTS, Measured, measure, quantized_parameters
-from deskside.study.stats.metrics import BY_KEY
+from deskside.study.metrics import BY_KEY
 from tests.precision.small import plans_of
 from tests.train import tiny_run
 

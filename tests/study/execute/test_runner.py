@@ -20,9 +20,9 @@ from deskside.study.execute.runner import MAX_LOSSES, Runner, prepare_all
 from deskside.study.execute.study_folder import StudyFolder, StudyPlan
 from deskside.study.execute.study_progress import RemainingTime, read_progress
 from deskside.study.execute.trial_process import LOST, TrialEnd, TrialJob, TrialProcess
+from deskside.study.metrics import BY_KEY
 from deskside.study.results import Results, Trial
 from deskside.study.spec.expand import PlannedArm
-from deskside.study.stats.metrics import BY_KEY
 from deskside.utils.errors import RunError, UsageError
 from tests.study import fake_trials, tiny_study
 from tests.study.tiny_study import ARMS

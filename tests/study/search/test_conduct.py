@@ -27,7 +27,7 @@ def fast() -> "object":
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("deskside.study.execute.runner.POLL_SECONDS", 0.0)
         patch.setattr("deskside.study.search.search_queue.READ_SECONDS", 0.0)
-        patch.setattr("deskside.study.results_io.write_parquet", lambda results, path: None)
+        patch.setattr("deskside.study.execute.results_io.write_parquet", lambda results, path: None)
         yield
 
 

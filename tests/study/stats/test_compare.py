@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
+from deskside.study.metrics import METRICS
 from deskside.study.results import Arm, Comparison, Results, from_json
 from deskside.study.stats.compare import compare
-from deskside.study.stats.metrics import METRICS
 from tests.study.made import results as made
 from tests.study.small import arm, study
 

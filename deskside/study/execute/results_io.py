@@ -13,9 +13,9 @@ from deskside.study.claims import claim_results
 from deskside.study.execute.journal import FINAL, Key, TrialHistory
 from deskside.study.execute.measure import Measured
 from deskside.study.execute.study_folder import StudyPlan
+from deskside.study.metrics import METRICS
 from deskside.study.results import RESULTS, Arm, Results, Trial
 from deskside.study.stats import compare
-from deskside.study.stats.metrics import METRICS
 from deskside.utils import strict_json
 from deskside.utils.errors import RunError
 from deskside.utils.files import replace_atomically, write_atomically
