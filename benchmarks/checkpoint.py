@@ -33,7 +33,7 @@ from deskside.train.loop.clock import Clock
 from deskside.train.loop.trainer import TrainProgress
 from deskside.train.state.checkpointer import Checkpointer
 from deskside.utils.errors import UsageError
-from deskside.weights import checkpoint as files
+from deskside.weights.checkpoint_folder import MANIFEST, OPTIMIZER, WEIGHTS, find
 
 WARMUP_STEPS = 3
 
@@ -105,9 +105,9 @@ class Measurement:
 
 def tensor_checksums(run: RunDirectory) -> dict[str, Any]:
     """Return size and checksum of the weights and of the optimizer's file of the only checkpoint."""
-    (checkpoint,) = files.find(run.checkpoints)
-    listed = json.loads((checkpoint.path / files.MANIFEST).read_bytes())["files"]
-    return {name: listed[name] for name in (files.WEIGHTS, files.OPTIMIZER)}
+    (checkpoint,) = find(run.checkpoints)
+    listed = json.loads((checkpoint.path / MANIFEST).read_bytes())["files"]
+    return {name: listed[name] for name in (WEIGHTS, OPTIMIZER)}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -51,7 +51,7 @@ def finish(outcome: Any, objective: str | None, as_json: bool) -> int:
         else:
             _print_finetuned(outcome.run, objective, outcome.summary, page)
     elif outcome.is_rank_zero and as_json:
-        from deskside.weights.checkpoint import find
+        from deskside.weights.checkpoint_folder import find
 
         checkpoints = find(outcome.run.checkpoints)  # newest first
         steps = checkpoints[0].step if checkpoints else None

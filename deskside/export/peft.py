@@ -29,7 +29,7 @@ from deskside.train.state.init_weights import resize_vocabulary
 from deskside.utils import hub
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights import frozen_base
-from deskside.weights.checkpoint import Damaged, find
+from deskside.weights.checkpoint_folder import Damaged, find
 from deskside.weights.hf import finish_export, hf_name, is_stacked, replaced_when_complete, write_safetensors
 from deskside.weights.hf_families import family_of
 from deskside.weights.hf_family import Family

@@ -30,18 +30,14 @@ from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.parsing import read_json_object
 from deskside.weights.checkpoint import (
-    CHECKPOINT_NAME,
-    MANIFEST,
-    Checkpoint,
-    Damaged,
     Weights,
     averaged,
-    find,
     load_file_into,
     load_weights,
     newest_readable,
     verify_weights,
 )
+from deskside.weights.checkpoint_folder import CHECKPOINT_NAME, MANIFEST, Checkpoint, Damaged, find
 from deskside.weights.hf import load_hf
 from deskside.weights.merge_adapters import load_adapted_model, merged, run_config
 from deskside.weights.peft_adapters import NAME_IT, PeftAdapters, base_of, merge_peft, read_peft, refuse_cycle

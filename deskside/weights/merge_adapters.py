@@ -24,14 +24,8 @@ from deskside.run.directory import resolve_path
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.parsing import read_json_object
 from deskside.weights import frozen_base
-from deskside.weights.checkpoint import (
-    Checkpoint,
-    Weights,
-    find,
-    load_file_into,
-    newest_readable,
-    verify_weights,
-)
+from deskside.weights.checkpoint import Weights, load_file_into, newest_readable, verify_weights
+from deskside.weights.checkpoint_folder import Checkpoint, find
 
 
 @torch.no_grad()

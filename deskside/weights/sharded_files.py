@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from deskside.utils.errors import RunError
-from deskside.weights.checkpoint import SHARDED, Checkpoint, Damaged, refuse_pickle
+from deskside.weights.checkpoint_folder import SHARDED, Checkpoint, Damaged, refuse_pickle
 
 FILE_BYTES = 2**29  # a file is assembled in host memory before it is written, so files must be small
 

@@ -17,7 +17,7 @@ from deskside.train.evaluation import Evaluator
 from deskside.train.loop.trainer import Trainer
 from deskside.train.objective import Evaluation
 from deskside.utils.errors import UsageError
-from deskside.weights.checkpoint import AVERAGE, WEIGHTS
+from deskside.weights.checkpoint_folder import AVERAGE, WEIGHTS
 from deskside.weights.load import load_model
 from tests.train import tiny_run
 from tests.train.tiny_run import checkpoints, curve, rows

@@ -22,6 +22,7 @@ from deskside.run.directory import RunDirectory
 from deskside.utils.errors import RunError
 from deskside.utils.files import fingerprint
 from deskside.weights import checkpoint as files
+from deskside.weights.checkpoint_folder import find
 from tests.train import tiny_run
 from tests.train.tiny_run import curve, rows
 
@@ -200,7 +201,7 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(
 
 def test_all_damaged_stops_and_names_them(broken_off: Path, tmp_path: Path) -> None:
     run = copy(broken_off, tmp_path)
-    for checkpoint in files.find(run / "checkpoints"):
+    for checkpoint in find(run / "checkpoints"):
         flip(checkpoint.path / "model.safetensors", 1)
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != "events.log"}
     child = tiny_run.command([*RESUME, str(run)], tmp_path / "log")
@@ -341,7 +342,7 @@ def test_a_file_that_may_not_grow_stops_the_run_and_harms_nothing(
     if what != "metrics":
         assert "File too large" in lines[0] and "MiB free" in lines[0]
     assert tiny_run.checkpoints(run) == ["step-000000000", "step-000000010"]
-    for checkpoint in files.find(run / "checkpoints"):
+    for checkpoint in find(run / "checkpoints"):
         files.verify(checkpoint)
     again = resumed(run, log, ranks)
     assert again.wait() == 0, again.text()
@@ -398,7 +399,7 @@ def test_a_full_disk_stops_the_run_and_harms_nothing(
     assert len(lines) == 1 and str(run) in lines[0], lines
     assert what in lines[0] and ("No space left" in lines[0] or "disk is full" in lines[0])
     assert not list((run / "checkpoints").glob(".tmp-*"))
-    good = files.find(run / "checkpoints")
+    good = find(run / "checkpoints")
     assert good and good[0].step == every
     for checkpoint in good:
         files.verify(checkpoint)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from deskside.utils.errors import RunError
 from deskside.weights import checkpoint as files
-from deskside.weights.checkpoint import OPTIMIZER, WEIGHTS, Checkpoint, Damaged
+from deskside.weights.checkpoint_folder import OPTIMIZER, WEIGHTS, Checkpoint, Damaged, find
 
 NAMES = ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
 
@@ -46,20 +46,20 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
 
 
 def test_found_newest_first_and_nothing_else(tmp_path: Path) -> None:
-    assert files.find(tmp_path / "none") == [] and files.newest_good(tmp_path, never) is None
+    assert find(tmp_path / "none") == [] and files.newest_good(tmp_path, never) is None
     for step in (5, 100, 20):
         save(tmp_path, step)
     (tmp_path / ".tmp-step-000000200").mkdir()
     (tmp_path / "damaged-step-000000300").mkdir()
     (tmp_path / "step-000000400").write_text("a file")
-    assert [c.step for c in files.find(tmp_path)] == [100, 20, 5]
+    assert [c.step for c in find(tmp_path)] == [100, 20, 5]
 
 
 def test_prune_keeps_the_newest_and_the_permanent(tmp_path: Path) -> None:
     for step in range(1, 8):
         save(tmp_path, step, permanent=step in (2, 4))
     files.prune(tmp_path, 2, lambda c: files.load_state(c)["permanent"])
-    assert [c.step for c in files.find(tmp_path)] == [7, 6, 4, 2]
+    assert [c.step for c in find(tmp_path)] == [7, 6, 4, 2]
     files.prune(tmp_path, 1, lambda c: False)
     assert [p.name for p in tmp_path.iterdir()] == ["step-000000007"]
 
@@ -119,7 +119,7 @@ def test_a_kill_at_any_operation_leaves_a_good_checkpoint(
                 pass
         good = files.newest_good(folder, never)
         assert good is not None and good.step in (2, 3)
-        for found in files.find(folder):
+        for found in find(folder):
             files.verify(found)
         assert torch.equal(
             files.load_tensors(good, WEIGHTS, torch.device("cpu"))["b"], tensors(good.step)["b"]
@@ -145,7 +145,7 @@ def test_a_refusing_disk_is_one_error_and_leaves_the_older(
             with pytest.raises(RunError, match=r"step 2 could not be written.*No space left.*MiB free"):
                 save(tmp_path, 2)
         assert [p.name for p in tmp_path.iterdir()] == ["step-000000001"]
-        files.verify(files.find(tmp_path)[0])
+        files.verify(find(tmp_path)[0])
 
 
 def test_a_folder_that_cannot_be_created_is_one_error(
@@ -225,7 +225,7 @@ def test_the_newest_good_one_is_used_and_damaged_ones_are_named(tmp_path: Path) 
 
     moved = files.set_aside(tmp_path, newer_than=2)
     assert {p.name for p in moved} == {"damaged-step-000000003", "damaged-step-000000004"}
-    assert [c.step for c in files.find(tmp_path)] == [2, 1]
+    assert [c.step for c in find(tmp_path)] == [2, 1]
     save(tmp_path, 3)
     assert len(files.set_aside(tmp_path, newer_than=2)) == 1  # the second of that name replaces the first
 

@@ -16,7 +16,7 @@ from deskside.precision.frozen import FrozenLinear
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import fingerprint
 from deskside.weights import frozen_base
-from deskside.weights.checkpoint import WEIGHTS, files_of, folder_name
+from deskside.weights.checkpoint_folder import WEIGHTS, files_of, folder_name
 from deskside.weights.load import load_model
 from deskside.weights.merge_adapters import load_adapted_model, load_adapted_run, merge_into, merged
 from tests.budget.test_adapters import Live

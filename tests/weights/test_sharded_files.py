@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from deskside.train import parallel
 from deskside.weights import sharded_files
-from deskside.weights.checkpoint import Checkpoint
+from deskside.weights.checkpoint_folder import Checkpoint
 from tests.train import tiny_run
 
 

@@ -36,14 +36,16 @@ from deskside.train.state.staging import Staging
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.host_memory import usable_bytes
 from deskside.weights import checkpoint as files
-from deskside.weights.checkpoint import (
+from deskside.weights.checkpoint import Tensors, load_weights
+from deskside.weights.checkpoint_folder import (
     AVERAGE,
     OPTIMIZER,
+    STATE,
     WEIGHTS,
     Checkpoint,
-    Tensors,
+    Damaged,
+    find,
     folder_name,
-    load_weights,
 )
 
 POLL_SECONDS = 0.1  # after which a wait for a checkpoint looks for signals, again and again
@@ -346,7 +348,7 @@ class Checkpointer:
         checkpoint = Checkpoint(folder / folder_name(step), step)
         try:
             files.verify_weights(checkpoint, "raw")
-        except files.Damaged as damage:
+        except Damaged as damage:
             raise RunError(f"{damage}; restore it, or delete {checkpoint.path} and resume the run") from None
         weights = files.load_tensors(checkpoint, WEIGHTS, self.world.device)
         load_weights(self.model, weights, trainable_only=True)
@@ -359,7 +361,7 @@ class Checkpointer:
     def _find_best(self) -> tuple[float, int] | None:
         """Return the lowest validation loss that a checkpoint of the run records, and its step."""
         found = []
-        for checkpoint in files.find(self.run.checkpoints):
+        for checkpoint in find(self.run.checkpoints):
             try:
                 loss = files.load_state(checkpoint).get("validation")
             except RunError:  # damaged, and of no use
@@ -386,7 +388,7 @@ class Checkpointer:
 
 def _read_state(checkpoint: Checkpoint) -> _State:
     """Return the content of state.json. Raises RunError if it was edited or written by another version."""
-    path = checkpoint.path / files.STATE
+    path = checkpoint.path / STATE
     try:
         state = _State.model_validate(files.load_state(checkpoint))
     except ValidationError as error:

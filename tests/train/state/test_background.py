@@ -23,6 +23,7 @@ from deskside.train.state.checkpointer import Checkpointer
 from deskside.train.state.staging import Staging
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights import checkpoint as files
+from deskside.weights.checkpoint_folder import MANIFEST, SHARDED, files_of, find
 from tests.train import tiny_run
 from tests.train.test_faults import command_like
 from tests.train.tiny_run import curve, events, plan, rows
@@ -116,14 +117,14 @@ def contents(folder: Path) -> dict[str, Any]:
     random order, so their headers are parsed.
     """
     result: dict[str, Any] = {}
-    for checkpoint in files.find(folder):
+    for checkpoint in find(folder):
         files.verify(checkpoint)
-        for path in files.files_of(checkpoint.path):
+        for path in files_of(checkpoint.path):
             content: Any = path.read_bytes()
-            if path.parent.name == files.SHARDED:
+            if path.parent.name == SHARDED:
                 end = 8 + int.from_bytes(content[:8], "little")
                 content = (json.loads(content[8:end]), content[end:])
-            elif path.name == files.MANIFEST and checkpoint.sharded:
+            elif path.name == MANIFEST and checkpoint.sharded:
                 continue  # has the checksums of the shards
             result[str(path.relative_to(folder))] = content
     return result
@@ -347,7 +348,7 @@ def test_a_run_that_fails_meanwhile_waits_for_the_checkpoint(
         tiny_run.train(tmp_path, tiny_run.config(data))
     run = tmp_path / "run"
     assert tiny_run.checkpoints(run) == ["step-000000000", *([] if write_fails else ["step-000000010"])]
-    for checkpoint in files.find(run / "checkpoints"):
+    for checkpoint in find(run / "checkpoints"):
         files.verify(checkpoint)
     assert ("the disk is full" in events(run)) == (write_fails and not event_fails)
     assert ("the disk is full" in capsys.readouterr().err) == write_fails
@@ -360,7 +361,7 @@ def test_a_stop_waits_until_the_checkpoint_is_published(data: Path, tmp_path: Pa
     intercept_save(10, TrainingWaits().until_begun)
     signal_at(12, signal.SIGTERM)
     outcome = tiny_run.train(tmp_path, tiny_run.config(data))
-    found = files.find(tmp_path / "run" / "checkpoints")
+    found = find(tmp_path / "run" / "checkpoints")
     assert outcome.exit_code == 128 + signal.SIGTERM
     assert [c.step for c in found] == [rows(tmp_path / "run")[-1]["step"], 10] == [13, 10]
     for checkpoint in found:
@@ -394,7 +395,7 @@ def test_a_second_interrupt_saves_no_further_step(write_fails: bool, data: Path,
     *before, last = lines
     assert before == (["the disk is full"] if write_fails else [])
     assert last.startswith("interrupted; ") and f"deskside train --resume {tmp_path / 'run'}" in last
-    checkpoints = files.find(tmp_path / "run" / "checkpoints")
+    checkpoints = find(tmp_path / "run" / "checkpoints")
     assert [c.step for c in checkpoints] == ([0] if write_fails else [10, 0])
     for checkpoint in checkpoints:
         files.verify(checkpoint)

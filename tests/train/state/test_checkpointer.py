@@ -12,7 +12,7 @@ from deskside.run.directory import RunDirectory
 from deskside.train.state import checkpointer
 from deskside.train.state.checkpointer import Checkpointer
 from deskside.weights import checkpoint
-from deskside.weights.checkpoint import OPTIMIZER, WEIGHTS
+from deskside.weights.checkpoint_folder import OPTIMIZER, WEIGHTS
 from tests.train import tiny_run
 
 
