@@ -1,6 +1,6 @@
 """LoRA adapters for frozen weights, and trainable rows of a frozen vocabulary table.
 
-`attach` freezes a model and adds adapters to its projections. A `Linear` that gets an adapter becomes an
+`attach_adapters` freezes a model and adds adapters to its projections. A `Linear` that gets an adapter becomes an
 `AdaptedLinear` in place. Its parameters and its name in the model stay the same.
 
 An `Adapter` belongs to one `Linear` or to one weight of `Experts`, which may stack several projections (q, k and v). It
@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deskside.config.sections import PROJECTIONS, AdapterConfig
+from deskside.config.sections import AdapterConfig
 from deskside.kernels.cross_entropy import ReplacementRows
 from deskside.kernels.stored_weights import embedding
 from deskside.ops.grouped import grouped_linear
@@ -35,8 +35,6 @@ from deskside.ops.linear import Embedding, Linear, Slice
 from deskside.ops.moe import Experts
 from deskside.precision.dora import Magnitudes
 from deskside.precision.row_adapters import RowAdapters
-from deskside.utils.errors import UsageError
-from deskside.utils.splitmix import derive_seed
 
 
 class Adapter(nn.Module):
@@ -198,7 +196,7 @@ class AdaptedLinear(Linear):
 
 
 class AdaptedExperts(Experts):
-    """Experts with an adapter for one or both of their weights. Made by `attach`."""
+    """Experts with an adapter for one or both of their weights. Made by `attach_adapters`."""
 
     adapters: nn.ModuleDict  # by the name of the weight
 
@@ -272,68 +270,6 @@ def is_adapted(model: nn.Module) -> bool:
     return any(isinstance(module, Adapter | TrainedRows) for module in model.modules())
 
 
-def attach(model: nn.Module, config: AdapterConfig, seed: int, trained_tokens: Sequence[int] = ()) -> None:
-    """Freeze `model` in place, unless it is frozen already, and add an adapter to every projection in `config.targets`.
-
-    The tables in `config.modules_to_save` train whole, in float32.
-
-    Blocks must consist of `Linear`s with named projections, and `Experts`. The fused sublayers do not support adapters
-    (`precision.convert.why_not_fused`), so such a model runs its ordinary forward.
-
-    trained_tokens: tokens whose rows in the embedding, and in an untied head, are trained too.
-    Initial values are a function of the seed and the module's name. Raises UsageError if this model or machine does not
-    support the base format, a token is outside of the vocabulary, or no projection is a target.
-    """
-    from deskside.precision.frozen import FrozenLinear, freeze
-
-    whole = [(table, table.weight.detach().float()) for table in saved_tables(model, config)]
-    if not any(isinstance(module, FrozenLinear) for module in model.modules()):
-        freeze(model, config.base)
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    for table, weight in whole:
-        table.weight = nn.Parameter(weight)
-    count = 0
-    targets = PROJECTIONS if config.targets == "all" else config.targets
-
-    def make_adapter(
-        path: str, module: nn.Module, shape: Sequence[int], slices: Sequence[Slice]
-    ) -> Adapter | None:
-        slices = [s for s in slices if s.name in targets]
-        if not slices:
-            return None
-        device = next(iter((*module.parameters(), *module.buffers()))).device
-        adapter = Adapter(shape, slices, config.rank, config.scale, config.dropout, device)
-        adapter.reset(torch.Generator().manual_seed(derive_seed(seed, path)))
-        return adapter
-
-    for path, module in list(model.named_modules()):
-        if isinstance(module, Experts):
-            made = {
-                name: make_adapter(f"{path}.adapters.{name}", module, shape, module.slices[name])
-                for name, shape in module.shapes.items()
-            }
-            adapters = {name: adapter for name, adapter in made.items() if adapter is not None}
-            if adapters:
-                add_expert_adapters(module, adapters)
-                count += sum(len(adapter.adapted) for adapter in adapters.values())
-        elif isinstance(module, Linear) and module.role == "matrix":
-            shape = (module.out_features, module.in_features)
-            adapter = make_adapter(f"{path}.adapter", module, shape, module.slices)
-            if adapter is not None:
-                if config.dora:
-                    weight = module.dense() if isinstance(module, FrozenLinear) else module.weight
-                    adapter.magnitudes = Magnitudes(adapter.adapted, weight)
-                add_adapter(module, adapter)
-                count += len(adapter.adapted)
-    if not count:
-        raise UsageError(
-            f"adapter.targets: this model has none of the projections {config.targets}; use all, or names from: "
-            + ", ".join(PROJECTIONS)
-        )
-    _train_rows(model, trained_tokens)
-
-
 def saved_tables(model: nn.Module, config: AdapterConfig) -> list[Embedding | Linear]:
     """Return the tables of a model that train completely, in addition to its adapters."""
     roles = {"embed_tokens": "embedding", "lm_head": "head"}
@@ -344,18 +280,3 @@ def saved_tables(model: nn.Module, config: AdapterConfig) -> list[Embedding | Li
 def num_trained_parameters(model: nn.Module) -> int:
     """Return the number of trainable parameters."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-
-
-def _train_rows(model: nn.Module, tokens: Sequence[int]) -> None:
-    if not tokens:
-        return
-    ids = sorted(set(tokens))
-    for module in model.modules():
-        if not isinstance(module, Embedding | Linear) or module.role not in ("embedding", "head"):
-            continue
-        if module.weight.requires_grad:
-            continue  # the whole table trains
-        entries = module.weight.shape[0]
-        if outside := [token for token in ids if not 0 <= token < entries]:
-            raise UsageError(f"token {outside[-1]} is outside of the vocabulary of {entries} entries")
-        add_trained_rows(module, ids)

@@ -20,8 +20,9 @@ from deskside.config.model import ModelConfig
 from deskside.config.sections import AdapterConfig
 from deskside.model.transformer import Transformer
 from deskside.optim.groups import clean_name
+from deskside.precision.attach_adapters import attach_adapters
 from deskside.precision.frozen import freeze, frozen_layer, is_quantized_by_freeze
-from deskside.precision.lora import TrainedRows, attach, saved_tables
+from deskside.precision.lora import TrainedRows, saved_tables
 from deskside.utils.errors import RunError
 from deskside.utils.files import fingerprint, replace_atomically, write_atomically
 from deskside.weights.checkpoint import check_match
@@ -50,7 +51,7 @@ def build(
     """Return a model on `device` with `weights` (by parameter name, on any device) frozen, and with new adapters.
 
     At most one block at a time is on the device in full precision. Raises RunError if the weights do not fit the
-    architecture, and UsageError as `attach` does.
+    architecture, and UsageError as `attach_adapters` does.
     """
     with torch.device("meta"):
         model = Transformer(config)
@@ -78,7 +79,7 @@ def build(
             rest.add_module(name, module)
     fill("", rest, torch.bfloat16)
     model.reset_buffers()
-    attach(model, adapter, seed, trained_tokens)
+    attach_adapters(model, adapter, seed, trained_tokens)
     return model
 
 
@@ -130,7 +131,7 @@ def load(
                 tensor = tensors.pop(f"{module_path}.{leaf}")
                 module.register_parameter(leaf, nn.Parameter(tensor, requires_grad=False))
     model.reset_buffers()
-    attach(model, adapter, seed, facts.trained_tokens)
+    attach_adapters(model, adapter, seed, facts.trained_tokens)
     return model
 
 

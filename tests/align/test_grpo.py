@@ -38,7 +38,8 @@ from deskside.engine.graphs import WARM_UP
 from deskside.engine.sampling import SamplingTensors, draw, ranking_width
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
-from deskside.precision.lora import attach, is_adapted
+from deskside.precision.attach_adapters import attach_adapters
+from deskside.precision.lora import is_adapted
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights import merge_adapters
 from deskside.weights.load import load_model
@@ -207,7 +208,7 @@ def test_new_adapters_reach_the_copy_without_a_second_one(
 ) -> None:
     """On a GPU, the engine's cache has taken the memory that a second copy would need."""
     model = load_model(str(taught)).model
-    attach(model, AdapterConfig(rank=4), 0)
+    attach_adapters(model, AdapterConfig(rank=4), 0)
     sampler = Sampler(model, True, 4, 64, frozenset())
     before = {name: parameter.data_ptr() for name, parameter in sampler.copy.named_parameters()}
     with torch.no_grad():

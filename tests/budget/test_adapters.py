@@ -31,9 +31,10 @@ from deskside.kernels.cross_entropy import LossOptions, linear_cross_entropy
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
 from deskside.optim.build import build
+from deskside.precision.attach_adapters import attach_adapters
 from deskside.precision.convert import convert
 from deskside.precision.frozen import stored_bytes
-from deskside.precision.lora import Adapter, attach, num_trained_parameters
+from deskside.precision.lora import Adapter, num_trained_parameters
 from deskside.train.prepare.setup import recompute
 from tests.budget.test_memory_oracle import SMALL
 
@@ -61,7 +62,7 @@ def adapted(shape: ModelConfig, adapter: AdapterSpec) -> Transformer:
         dora=adapter.dora,
         modules_to_save=adapter.tables,  # type: ignore[arg-type]
     )
-    attach(model, options, 0)
+    attach_adapters(model, options, 0)
     return model
 
 
@@ -83,7 +84,7 @@ def test_bytes_of_weights_are_those_of_live_storages(format: Any, changes: dict[
     adapter = AdapterSpec(8, targets, format)
     model = Transformer(shape)
     initialize(model, 0)
-    attach(model, AdapterConfig(rank=8, base=format), 0)
+    attach_adapters(model, AdapterConfig(rank=8, base=format), 0)
     assert num_trained_parameters(model) == adapter_params(shape, adapter)
     sizes = Sizes(shape, StepSpec(64, 64, 64, adapter=adapter))
     live = stored_bytes(model) - sum(t.nbytes for t in (model.rope_cos, model.rope_sin) if t is not None)

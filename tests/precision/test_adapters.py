@@ -18,9 +18,10 @@ from deskside.ops.logical import logical_tensors
 from deskside.ops.moe import Experts
 from deskside.optim.build import build
 from deskside.optim.groups import classify_parameters
+from deskside.precision.attach_adapters import attach_adapters
 from deskside.precision.convert import convert
 from deskside.precision.frozen import FrozenLinear
-from deskside.precision.lora import Adapter, attach, num_trained_parameters
+from deskside.precision.lora import Adapter, num_trained_parameters
 from deskside.utils.errors import UsageError
 from tests.optim.models import NO_SCALING
 
@@ -44,7 +45,7 @@ def adapted(
     )  # fmt: skip
     model = Transformer(config)
     initialize(model, 0)
-    attach(model, AdapterConfig(rank=4, base=base, **(options or {})), seed, tokens)
+    attach_adapters(model, AdapterConfig(rank=4, base=base, **(options or {})), seed, tokens)
     return model
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from deskside.config.recipes import Recipe
 from deskside.ops.linear import Linear
-from deskside.precision.backends import import_failed, with_weight_of
+from deskside.precision.backends.library import import_failed, with_weight_of
 
 RECIPES = {"fp8-tensorwise": "tensorwise", "fp8-rowwise": "rowwise"}
 

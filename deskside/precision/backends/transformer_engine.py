@@ -24,7 +24,7 @@ from torch import Tensor
 
 from deskside.config.recipes import Recipe
 from deskside.ops.linear import Linear
-from deskside.precision.backends import import_failed, with_weight_of
+from deskside.precision.backends.library import import_failed, with_weight_of
 from deskside.utils.errors import UsageError
 
 NAME = "transformer-engine"
