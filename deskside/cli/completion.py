@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal
 
-from deskside.cli import main
+from deskside.cli import commands  # the name COMMANDS in this module would mean subcommands
 from deskside.cli.options import Command, option
 from deskside.utils.errors import UsageError
 
@@ -32,7 +32,7 @@ PATH_METAVARS = ("DIR", "FILE", "RUN", "STUDY", "SOURCE", "PRESET", "MODEL")  # 
 
 def all_commands() -> Iterator[tuple[Command[Any], str]]:
     """Yield every command and its one-line description. Imports the modules of all commands."""
-    for module_name, _, about in main.COMMANDS.values():
+    for module_name, _, about in commands.COMMANDS.values():
         module = import_module(module_name)
         if hasattr(module, "COMMANDS"):  # `data` has subcommands
             for command in module.COMMANDS.values():
@@ -54,7 +54,7 @@ def run(argv: Sequence[str]) -> int:
     for command, about in all_commands():
         name, _, subcommand = command.name.partition(" ")
         if subcommand and name not in subparsers:
-            parent = subparsers[""].add_parser(name, help=main.COMMANDS[name][2], add_help=False)
+            parent = subparsers[""].add_parser(name, help=commands.COMMANDS[name][2], add_help=False)
             subparsers[name] = parent.add_subparsers(metavar="COMMAND")
         parser = command.parser()
         for action in parser._actions:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from deskside.cli.eval import EvalOptions
+from deskside.cli.eval_options import EvalOptions
 from deskside.evaluate.likelihood import ContextEncoder
 from deskside.evaluate.long_context import DEPTHS, TASKS, LongContextCell, count_steps, long_context
 from deskside.evaluate.run_task import EvaluatedModel

@@ -9,7 +9,6 @@ import torch
 from tokenizers import Tokenizer
 
 from deskside.cli.answer import print_answer
-from deskside.cli.eval import EvalOptions
 from deskside.cli.eval_compare import (
     Records,
     check_items,
@@ -26,6 +25,7 @@ from deskside.cli.eval_long_context import (
     long_context_tasks,
     print_long_context,
 )
+from deskside.cli.eval_options import EvalOptions
 from deskside.cli.output import print_json
 from deskside.config.run import RunConfig
 from deskside.data.chat.renderer import Renderer, read_chat_template

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from deskside import __version__
-from deskside.cli.export import ExportOptions
+from deskside.cli.export_options import ExportOptions
 from deskside.cli.output import print_json
 from deskside.data.tokenizer import GGUF_PRE_TOKENIZER
 from deskside.export.card import model_card

@@ -5,8 +5,9 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
+from deskside.cli.commands import COMMANDS
 from deskside.config import presets
-from deskside.config.depth_sizes import of_size
+from deskside.config.depth_series import of_size
 
 # Option names of other programs -> ours. Errors suggest ours; the names of other programs are not accepted.
 SYNONYMS = {
@@ -94,8 +95,6 @@ def commands_with(flag: str) -> list[str]:
 
     Imports the modules of all commands, but not torch.
     """
-    from deskside.cli.main import COMMANDS
-
     found = []
     for module_name, _, _ in COMMANDS.values():
         module = import_module(module_name)

@@ -22,6 +22,7 @@ from deskside.cli.shared_options import (
     set_trackers,
 )
 from deskside.config import merge, presets
+from deskside.config.depth_series import of_depth
 from deskside.config.duration import Duration
 from deskside.config.gpu_batch import build_on_gpus
 from deskside.config.model import ModelConfig
@@ -199,7 +200,7 @@ def _layers(options: TrainOptions) -> list[dict[str, Any]]:
         raise UsageError(f"no preset is given; {presets.CHOICES.format(names=', '.join(presets.names()))}")
     if options.preset is not None:
         return presets.for_pretraining(options.preset)
-    return [] if options.depth is None else [presets.depth(options.depth)]
+    return [] if options.depth is None else [of_depth(options.depth)]
 
 
 def _configure(

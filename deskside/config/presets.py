@@ -11,12 +11,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from deskside.config.depth_series import of_depth, of_size
 from deskside.config.merge import check_keys
 from deskside.utils.console import say
 from deskside.utils.errors import UsageError
 from deskside.utils.parsing import Unreadable, toml_table
 
-DEPTH_HEAD_DIM = 128
 # Former names -> names. The former names claimed more parameters than the models have.
 RENAMED = {"355m": "340m", "774m": "710m", "1.5b": "1.3b"}
 CHOICES = "use one of {names}, dN for N layers (d4, d12, d20), or a .toml file"
@@ -62,7 +62,7 @@ def _layers(name: str, folder: Path, seen: tuple[str, ...]) -> list[tuple[dict[s
     folder: directory of a relative file name; seen: files that build on this one.
     """
     if re.fullmatch(r"d\d+", name):
-        return [(depth(int(name[1:])), False)]
+        return [(of_depth(int(name[1:])), False)]
     if name in RENAMED:
         _note_renamed(name)
         name = RENAMED[name]
@@ -76,8 +76,6 @@ def _layers(name: str, folder: Path, seen: tuple[str, ...]) -> list[tuple[dict[s
         text = resources.files("deskside.config").joinpath("presets", f"{name}.toml").read_text("utf-8")
         label = f"preset {name}"
     else:
-        from deskside.config.depth_sizes import of_size  # which imports this module
-
         written = [known for known in names() if known == name.lower()]
         similar = written or difflib.get_close_matches(name, names(), n=1)
         hint = f"did you mean {similar[0]}? Otherwise " if similar else ""
@@ -97,31 +95,6 @@ def _layers(name: str, folder: Path, seen: tuple[str, ...]) -> list[tuple[dict[s
     if not isinstance(base, str):
         raise UsageError(f"{label}: base: {base!r} must be the name of a preset or file, in quotes")
     return [*_layers(base, folder, seen), (values, is_file)]
-
-
-def depth(number: int) -> dict[str, Any]:
-    """Return the configuration layer of the depth-series model with `number` layers and hidden size 64 x `number`.
-
-    As in nanochat (github.com/karpathy/nanochat), attention is multi-head with 128 channels per head. The block is
-    Qwen3's, with an MLP of 8/3 x hidden size, rounded up to a multiple of 128. Raises UsageError unless `number` is
-    even and at least 2.
-    """
-    hidden = 64 * number
-    if number < 2 or hidden % DEPTH_HEAD_DIM:
-        raise UsageError(
-            f"depth {number}: must be even and at least 2, as the hidden size is 64 x depth and heads have 128 channels"
-        )
-    heads = hidden // DEPTH_HEAD_DIM
-    return {
-        "model": {
-            "num_hidden_layers": number,
-            "hidden_size": hidden,
-            "head_dim": DEPTH_HEAD_DIM,
-            "num_attention_heads": heads,
-            "num_key_value_heads": heads,
-            "intermediate_size": -(-8 * hidden // (3 * 128)) * 128,
-        }
-    }
 
 
 @cache  # one note per name

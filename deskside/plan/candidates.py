@@ -17,6 +17,7 @@ from deskside.budget.loss import LAW, MAX_WEIGHTS_PER_TOKEN, bounded
 from deskside.budget.shape import matmul_params, num_params
 from deskside.budget.step_spec import OptimizerName, Precision
 from deskside.config import merge, presets
+from deskside.config.depth_series import of_depth
 from deskside.config.recipes import default_precision
 from deskside.config.run import RunConfig
 from deskside.plan.estimate import Range, StepEstimate
@@ -90,7 +91,7 @@ def models(request: PlanRequest) -> Iterator[CandidateModel]:
             else:
                 yield matmul_params(config.model), CandidateModel(preset, tuple(layers), config)
 
-    depth_series = built((f"d{number}", [presets.depth(number)]) for number in range(2, MAX_DEPTH + 1, 2))
+    depth_series = built((f"d{number}", [of_depth(number)]) for number in range(2, MAX_DEPTH + 1, 2))
     named = [(name, presets.layers(name)) for name in presets.names()]
     shaped = built(
         (name, layers) for name, layers in named if all(set(layer) == {"model"} for layer in layers)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from deskside.config import merge, presets
-from deskside.config.depth_sizes import MAX_DEPTH, nearest_depth, sizes
+from deskside.config.depth_series import MAX_DEPTH, nearest_depth, of_depth, sizes
 from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
 from deskside.config.sections import BatchConfig
@@ -69,7 +69,7 @@ def given_model(
         preset = label = f"d{depth}"
         if q.depth is None:
             label = f"{preset}, the depth with the nearest size to {q.params} parameters"
-        layers = [presets.depth(depth)]
+        layers = [of_depth(depth)]
     else:
         return None
     layers = [*layers, dict(overrides)] if overrides else layers

@@ -16,8 +16,7 @@ from typing import Any, Literal
 
 from deskside.budget.shape import num_params
 from deskside.budget.step_spec import Checkpointing, StateFormat
-from deskside.config import presets
-from deskside.config.depth_sizes import MAX_DEPTH
+from deskside.config.depth_series import MAX_DEPTH, of_depth
 from deskside.config.model import ModelConfig
 from deskside.facts.gpus import gpus
 from deskside.plan.card import DRIVER_SHARE
@@ -264,7 +263,7 @@ def _smaller_model(request: PlanRequest, requested: StepEstimate) -> Iterator[Re
     low, high, best = 1, MAX_DEPTH // 2, None
     while low <= high:  # depth 2 x middle; memory grows with depth
         middle = (low + high) // 2
-        model = ModelConfig(**{**presets.depth(2 * middle)["model"], **kept})
+        model = ModelConfig(**{**of_depth(2 * middle)["model"], **kept})
         tried = fastest_that_fits(
             request, with_max_microbatch_unless_set(request, replace(requested.setting, model=model))
         )

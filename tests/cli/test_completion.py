@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deskside.cli import main as cli
+from deskside.cli.commands import COMMANDS
 from deskside.cli.completion import all_commands
 from deskside.cli.main import main
 from deskside.config.presets import RENAMED
@@ -18,7 +18,7 @@ def test_completion(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("shtab")
     assert main(["completion", shell]) == 0
     script = capsys.readouterr().out
-    for word in (*cli.COMMANDS, "prepare", "optim.weight-decay", "minutes-per-arm", "align.beta"):
+    for word in (*COMMANDS, "prepare", "optim.weight-decay", "minutes-per-arm", "align.beta"):
         assert word in script, word
     if shutil.which(shell):
         assert subprocess.run([shell, "-n"], input=script, text=True, capture_output=True).returncode == 0
@@ -81,7 +81,7 @@ def test_zsh_suggests(script: Path, line: str) -> None:
 
 def test_completion_has_every_command() -> None:
     assert [command.name.split()[0] for command, _ in all_commands() if " " not in command.name] == [
-        name for name in cli.COMMANDS if name not in ("data", "facts", "records")
+        name for name in COMMANDS if name not in ("data", "facts", "records")
     ]
 
 

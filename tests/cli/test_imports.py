@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deskside.cli.main import COMMANDS
+from deskside.cli.commands import COMMANDS
 from tests.serve import made_run
 
 # Each takes 0.1 s or more to import.

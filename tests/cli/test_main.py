@@ -14,12 +14,13 @@ import pytest
 
 from deskside import __version__
 from deskside.cli import main as cli
+from deskside.cli.commands import COMMANDS
 from deskside.cli.main import main
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.signals import Interrupted
 
 PACKAGE = Path(cli.__file__).parents[1]
-HELPED = [[name] for name in cli.COMMANDS] + [["data", "prepare"], ["data", "verify"], ["data", "show"]]
+HELPED = [[name] for name in COMMANDS] + [["data", "prepare"], ["data", "verify"], ["data", "show"]]
 HELPED += [["facts", name] for name in ("list", "add", "schema")]
 HELPED += [["records", name] for name in ("list", "replay", "add")]
 
@@ -46,7 +47,7 @@ def test_main_help_lists_every_command_on_one_screen(
     code, out, err = call(argv, capsys)
     assert (code, err) == (0, "")
     assert max(map(len, out.splitlines())) <= 80 and len(out.splitlines()) <= 28
-    for name, (_, _, what) in cli.COMMANDS.items():
+    for name, (_, _, what) in COMMANDS.items():
         assert f"  {name} " in out and what in out
     assert "deskside go --preset demo" in out
 
@@ -67,7 +68,7 @@ def test_messages_name_commands_that_exist() -> None:
     """Checks every `deskside NAME` in brackets, after a colon or in backticks, in messages and docstrings."""
     sources = [path.read_text() for path in PACKAGE.rglob("*.py")]
     named = {name for text in sources for name in re.findall(r"[(`:] ?deskside ([a-z][a-z-]+)", text)}
-    assert {"train", "sft", "plan"} <= named <= set(cli.COMMANDS)
+    assert {"train", "sft", "plan"} <= named <= set(COMMANDS)
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +161,7 @@ def test_exit_codes(
     module: Any = type(sys)("made_up_command")
     module.run = Fails(error)
     monkeypatch.setitem(sys.modules, "made_up_command", module)
-    monkeypatch.setitem(cli.COMMANDS, "fail", ("made_up_command", "run", "fail"))
+    monkeypatch.setitem(COMMANDS, "fail", ("made_up_command", "run", "fail"))
     assert call(["fail"], capsys) == (code, "", "\n".join(lines) + "\n")
     shown = isinstance(error, (Exception, Panic))
     with pytest.raises(type(error)) if shown else pytest.raises(AssertionError):
@@ -179,7 +180,7 @@ def test_a_signal_determines_the_exit_code(
     number: signal.Signals, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = [signal.getsignal(handled) for handled in (signal.SIGTERM, signal.SIGHUP)]
-    monkeypatch.setitem(cli.COMMANDS, "wait", (__name__, "waiting", "wait"))
+    monkeypatch.setitem(COMMANDS, "wait", (__name__, "waiting", "wait"))
     assert call(["wait", str(int(number))], capsys)[0] == 128 + number
     assert [signal.getsignal(handled) for handled in (signal.SIGTERM, signal.SIGHUP)] == before
 

@@ -13,7 +13,8 @@ import pytest
 
 from deskside.cli import answer, doctor, go_pipeline, probe, search
 from deskside.cli import study as study_command
-from deskside.cli.main import COMMANDS, main
+from deskside.cli.commands import COMMANDS
+from deskside.cli.main import main
 from deskside.cli.options import Command
 from deskside.doctor import examine
 from deskside.measurements.store import Machine, open_store

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, Qwen
 
 from deskside.budget.shape import active_params, num_params
 from deskside.config import presets
+from deskside.config.depth_series import of_depth
 from deskside.config.merge import build
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import UsageError
@@ -124,7 +125,7 @@ def test_demo_is_small_and_short() -> None:
 @pytest.mark.parametrize("number", [-2, 0, 1, 7, 13])
 def test_an_invalid_depth(number: int) -> None:
     with pytest.raises(UsageError, match="must be even and at least 2"):
-        presets.depth(number)
+        of_depth(number)
 
 
 def test_a_file_builds_on_a_file_that_builds_on_a_preset(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from deskside.budget.shape import matmul_params
-from deskside.config import presets
+from deskside.config.depth_series import of_depth
 from deskside.config.model import ModelConfig
 from deskside.facts.gpus import find
 from deskside.facts.measurements import Measurement, published
@@ -64,7 +64,7 @@ def test_a_4090_in_24_hours_is_a_known_share_of_gpt2(tmp_path: Path) -> None:
     found = plan.best.candidate
     assert 0.15 < found.tokens[1] * found.setting.flops_per_token / GPT2_GRADE < 0.25
     layers = {band.name: band.candidate.weights for band in plan.bands}
-    d = {n: matmul_params(ModelConfig(**presets.depth(n)["model"])) for n in (12, 16, 18, 20, 24)}
+    d = {n: matmul_params(ModelConfig(**of_depth(n)["model"])) for n in (12, 16, 18, 20, 24)}
     assert d[12] <= layers["safe"] <= d[18]
     assert d[16] <= layers["target"] <= d[20]
     assert d[20] <= layers["stretch"] <= d[24]
@@ -74,7 +74,7 @@ def test_a_4090_in_24_hours_is_a_known_share_of_gpt2(tmp_path: Path) -> None:
 def test_hours_of_the_dial(gpu: str, tmp_path: Path) -> None:
     compared = 0
     for depth, hours in zip((12, 16, 20, 24), HOURS[gpu], strict=True):
-        weights = matmul_params(ModelConfig(**presets.depth(depth)["model"]))
+        weights = matmul_params(ModelConfig(**of_depth(depth)["model"]))
         request = ask(gpu=gpu, depth=depth, tokens=8 * weights, probes=str(tmp_path / "none"))
         plan = make_plan(request)
         if plan.best is None or plan.best.candidate.setting.activation_checkpointing != "none":

@@ -16,6 +16,7 @@ from deskside.budget.speed import tokens_per_second
 from deskside.budget.step_spec import StepSpec
 from deskside.cli.train import COMMAND
 from deskside.config import merge, presets
+from deskside.config.depth_series import of_depth
 from deskside.config.model import ModelConfig
 from deskside.config.run import RunConfig
 from deskside.plan import bands, candidates, expected_loss, fastest_fit, run_length
@@ -183,7 +184,7 @@ def test_the_target_is_where_a_brute_force_finds_it() -> None:
     assert seconds is not None
     losses = {}
     for depth in range(2, 31, 2):
-        model = ModelConfig(**presets.depth(depth)["model"])
+        model = ModelConfig(**of_depth(depth)["model"])
         speeds = []
         for rung, chunk in fastest_fit.LADDER:
             for power, copies in itertools.product(range(10), ("step", "use")):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from deskside.budget.shape import num_params
-from deskside.config import presets
+from deskside.config.depth_series import of_depth
 from deskside.config.model import ModelConfig
 from deskside.plan.question import count
 from deskside.utils.errors import UsageError
@@ -20,7 +20,7 @@ def test_params_are_the_nearest_depth(written: str, tmp_path: Path) -> None:
     wanted, found = count("", written), num_params(given.config.model)
     depth = given.config.model.num_hidden_layers
     for other in (depth - 2, depth + 2):
-        size = num_params(ModelConfig(**presets.depth(other)["model"]))
+        size = num_params(ModelConfig(**of_depth(other)["model"]))
         assert max(found / wanted, wanted / found) <= max(size / wanted, wanted / size)
 
 
