@@ -3,53 +3,32 @@
 import shlex
 import signal
 import time
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 import deskside
-from deskside.budget.scaling import decay_for_epochs, scales
 from deskside.config.gpu_batch import describe_batch
 from deskside.config.run import RunConfig
-from deskside.kernels.choose_matmul import summary
 from deskside.kernels.compile_ahead import count_compilations
-from deskside.kernels.matmul_peak import measure_matmul_peak
-from deskside.model.transformer import Transformer
-from deskside.optim.average import WeightAverage
-from deskside.optim.build import Optimizer, build
-from deskside.optim.groups import trained_parameters
-from deskside.run.continuing import weights_command
 from deskside.run.directory import RunDirectory
 from deskside.run.record import emulated
-from deskside.train import environment_record, nodes
+from deskside.train import environment_record
 from deskside.train.evaluation import Evaluator
-from deskside.train.loop.callbacks import Callback, OnFirstStep, RunLog, Terminal, check_trackers, trackers
+from deskside.train.loop.callbacks import Callback, OnFirstStep, RunLog, Terminal, trackers
 from deskside.train.loop.clock import Clock, StepPlan
 from deskside.train.loop.gpu_sharing import GpuSharingWatch
 from deskside.train.loop.overfitting import OverfittingWatch, validation_loss
 from deskside.train.loop.stage_work import StageWork
-from deskside.train.loop.step import Stepper
-from deskside.train.loop.train_context import TrainContext
 from deskside.train.loop.trainer import RunLength, Trainer, TrainProgress
 from deskside.train.nvml import NvmlDevice
 from deskside.train.objective import Objective, Session
 from deskside.train.parallel import World
 from deskside.train.prepare import setup
-from deskside.train.prepare.attention_choice import (
-    choose_attention,
-    recorded_attention,
-    run_tokens,
-    shared_row_names,
-)
 from deskside.train.prepare.batch_size_finder import BatchSizeFinder
-from deskside.train.prepare.fused_tiles import choose_and_use_tiles
 from deskside.train.prepare.graph_choice import choose_graphs
-from deskside.train.prepare.matmul_backend import choose_and_use_matmul
+from deskside.train.prepare.prepared_run import build_optimizer, prepare_run
 from deskside.train.prepare.startup import Startup
 from deskside.train.prepare.step_planning import (
-    check_host_memory,
     config_with_graphs,
     describe_mixture,
     describe_work,
@@ -64,11 +43,10 @@ from deskside.train.prepare.step_planning import (
 )
 from deskside.train.state import finalize
 from deskside.train.state.checkpointer import Checkpointer
-from deskside.train.state.init_weights import InitialWeights, copy_tokenizer
+from deskside.train.state.init_weights import InitialWeights
 from deskside.train.time_budget import TimeBudget
 from deskside.utils import signals
-from deskside.utils.errors import RunError, UsageError
-from deskside.utils.trials import TrialCache
+from deskside.utils.errors import RunError
 
 
 @dataclass(frozen=True)
@@ -104,8 +82,6 @@ class RunExecution:
         self.initial, self.resumed, self.callback = initial, resumed, callback
         self.log = RunLog(run, world.is_rank_zero)
         self.recorded: dict[str, Any] = {}  # plan.json of a resumed run
-        self.tiles: dict[str, Any] = {}
-        self.matmul: dict[str, Any] = {}
         self.watch = OverfittingWatch()
         card = NvmlDevice.from_torch(world.device) if world.device.type == "cuda" else None
         self.sharing = GpuSharingWatch(card)
@@ -134,9 +110,11 @@ class RunExecution:
         self.begin_objective()
         self.startup.done("evaluation")
         plan = self.plan_steps(self.stages)
-        self.facts |= {"tiles": self.tiles} if self.tiles else {}
-        self.facts |= {"matmul": self.matmul} if self.matmul else {}
-        self.stepper.optimizer = self.build_optimizer(self.facts["scaling_tokens"], mean_tokens(self.stages))
+        self.facts |= {"tiles": self.prepared.tiles} if self.prepared.tiles else {}
+        self.facts |= {"matmul": self.prepared.matmul} if self.prepared.matmul else {}
+        self.stepper.optimizer = build_optimizer(
+            self.context, self.stages, self.facts["scaling_tokens"], mean_tokens(self.stages)
+        )
         with Checkpointer(self.context, self.stepper.optimizer, self.clock, self.log) as checkpointer:
             return self.run_plan(plan, checkpointer)
 
@@ -197,98 +175,27 @@ class RunExecution:
     # Set-up
 
     def set_up(self) -> None:
-        """Check this machine, open the data, and build `self.context` and `self.stepper`."""
-        config, world, recorded, cache = self.config, self.world, self.recorded, TrialCache()
-        setup.use_deterministic_kernels(config)
-        torch.manual_seed(config.seed)
-        check_trackers(config.track)
-        # Refuse what this machine does not support before data is prepared, which may take hours.
-        recipe, self.precision_facts = world.broadcast_result(
-            lambda: setup.choose_recipe(config, world.device, self.log.say, recorded.get("precision"), cache)
+        """Prepare the run on this machine, up to the choice of the micro-batch."""
+        self.prepared = prepare_run(
+            self.config,
+            self.world,
+            self.objective,
+            self.initial,
+            self.resumed,
+            self.recorded,
+            self.startup,
+            self.log,
         )
-        setup.execution_mode(config, recipe, world.device)
-        self.startup.done("self-check")
-        data = setup.ensure_data(config, world, self.log.say)
-        self.stages = setup.open_stages(config, data, self.objective)
-        self.validation = self.objective.open(config, data, "val", config.batch.sequence_length)
-        self.check_data(data)
-        self.startup.done("data")
-        model = setup.build_model(
-            config, world, recipe, setup.WeightSource(self.initial, self.run.path, self.resumed, self.log.say)
+        self.context, self.stepper, self.stages = (
+            self.prepared.context,
+            self.prepared.stepper,
+            self.prepared.stages,
         )
-        self.startup.done("model")
-        peak_flops = measure_matmul_peak(world.device, model.activation_dtype)
-        self.attention_facts = recorded.get("attention") or world.broadcast_result(
-            lambda: choose_attention(config, model, world, peak_flops, cache)
-        )
-        attention = recorded_attention(self.attention_facts)
-        if names := shared_row_names(self.attention_facts):
-            self.log.say(f"attention of shared rows: {names}")
-        self.startup.done("attention trial")
-        execution = setup.prepare_execution(config, model, world, recipe, self.precision_facts, cache)
-        self.recipe, self.execution_mode = recipe, execution.mode
-        if execution.mode == "fused":
-            tokens = run_tokens(config, world, peak_flops)
-            self.tiles = choose_and_use_tiles(model, world, recipe, tokens, cache)
-            self.matmul = choose_and_use_matmul(config, execution.precision, world, tokens, cache, recorded)
-            if self.matmul:
-                self.log.say(f"quack-kernels computes {summary(self.matmul)}")
-        self.startup.done("sublayers")
-        if world.device.type == "cuda":
-            check_host_memory(config, recipe, execution.mode, world)
-        self.context = TrainContext(
-            config=config,
-            world=world,
-            model=model,
-            attention=attention,
-            precision=execution.precision,
-            objective=self.objective,
-            is_compiled=execution.mode in ("block", "model"),
-            average=self.build_average(model),
-        )
-        self.meter = environment_record.Meter(world.device, world.size, peak_flops)
-        # This optimizer is used for the dry steps only, so its learning rates do not matter.
-        optimizer = self.build_optimizer(config.batch.tokens, config.batch.tokens)
-        self.stepper = Stepper(self.context, optimizer, self.log.event)
+        self.validation, self.meter = self.prepared.validation, self.prepared.meter
         # A resumed run is never refused for lack of time; it ends late instead.
         self.budget = TimeBudget(None if self.resumed else self.wall_limit(), self.clock.seconds)
         self.decided_until = 0
-        self.save_seconds = float(recorded.get("save_seconds", 0.0))
-
-    def check_data(self, data: Path) -> None:
-        """Check that the data fits the initial weights and, on resume, is the same. Copy its tokenizer into the run."""
-        self.fingerprint = self.validation.fingerprint
-        nodes.check_data_is_equal(self.world, self.fingerprint)
-        if self.recorded.get("data", self.fingerprint) != self.fingerprint:
-            raise UsageError(
-                f"data.path: {data} is not the data that {self.run.path} was trained on; restore that data, or "
-                f"start another run from its weights with: {weights_command(self.run.path)}"
-            )
-        if self.initial is not None:
-            self.initial.check_tokenizer(data)
-        if self.world.is_rank_zero and not self.run.tokenizer.exists():
-            copy_tokenizer(data, self.run)
-
-    def build_optimizer(self, total_tokens: int, step_tokens: float) -> Optimizer:
-        """Return an optimizer whose learning rates are scaled to the run's length and batch size."""
-        hidden = self.config.model.hidden_size
-        scaling = scales(hidden, round(step_tokens), total_tokens, self.config.optim.name)
-        epochs = total_tokens / max(1, self.stages[-1].dataset.num_tokens)
-        decay = decay_for_epochs(epochs, self.config.optim.weight_decay_epochs)
-        scaling = replace(scaling, weight_decay=decay * scaling.weight_decay)
-        return build(
-            self.context.model,
-            self.config.optim,
-            scaling,
-            replicas=self.world.replicas,
-            tied_until=self.config.schedule.tied_until,
-        )
-
-    def build_average(self, model: Transformer) -> WeightAverage | None:
-        """Return the average of the weights if the run has one, with its memory, before the batch size is chosen."""
-        if self.config.average.name == "none":
-            return None
-        return WeightAverage(trained_parameters(model), self.config.average, self.world.device)
+        self.save_seconds = float(self.recorded.get("save_seconds", 0.0))
 
     def begin_objective(self) -> None:
         """Start the objective, add its time per step to the stages, and measure how long an evaluation takes."""
@@ -336,12 +243,12 @@ class RunExecution:
         # For CPUs, there is no model of a process's resident set.
         memory = self.modelled_memory(tokens) if self.world.device.type == "cuda" else None
         self.facts = first_facts(self.config, plan, stages, self.reserve(), memory) | {
-            "data": self.fingerprint,
+            "data": self.validation.fingerprint,
             "languages": validation_languages(self.validation),
             "fit": micro_batches,
-            "attention": self.attention_facts,
-            "precision": self.precision_facts,
-            "compile": self.execution_mode,
+            "attention": self.prepared.attention,
+            "precision": self.prepared.precision,
+            "compile": self.prepared.execution_mode,
             "evaluate_tokens": self.evaluator.during_tokens,
         }
         self.facts |= {"before": self.before} if self.before else {}
@@ -358,9 +265,15 @@ class RunExecution:
 
     def modelled_memory(self, micro_tokens: int) -> float:
         """Return the predicted peak memory of a step in GiB."""
-        native, world = native_formats(self.precision_facts), self.world
+        native, world = native_formats(self.prepared.precision), self.world
         return modelled_memory_gib(
-            self.config, micro_tokens, self.recipe, self.execution_mode, native, world.size, world.sharded
+            self.config,
+            micro_tokens,
+            self.prepared.recipe,
+            self.prepared.execution_mode,
+            native,
+            world.size,
+            world.sharded,
         )
 
     def reserve(self) -> float:
@@ -486,8 +399,8 @@ class RunExecution:
             "tokens_per_second": trainer.tokens_per_second(),
             **({"gpu_shared": self.sharing.share} if self.sharing.share else {}),
             # With the speed, because an emulated format is slower than a native one.
-            "precision": self.precision_facts["chosen"],
-            "emulated": emulated(self.precision_facts),
+            "precision": self.prepared.precision["chosen"],
+            "emulated": emulated(self.prepared.precision),
             "mfu": self.meter.mfu(flops) if flops else None,
             "peak_memory_gib": peak_memory_gib,
             "peak_reserved_gib": environment_record.peak_reserved_gib(device),

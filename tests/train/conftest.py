@@ -8,7 +8,8 @@ import torch
 
 from deskside.data.corpus.analyze import CorpusOptions
 from deskside.data.corpus.prepare import prepare
-from deskside.train import run_execution, text_samples
+from deskside.train import text_samples
+from deskside.train.prepare import prepared_run
 from tests.train.tiny_run import write_text
 
 
@@ -39,5 +40,5 @@ def short_ends() -> Iterator[None]:
     """Sample few tokens and skip the matmul peak, which take half of the time of a run of a few steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(text_samples, "SAMPLE_TOKENS", 12)
-        patch.setattr(run_execution, "measure_matmul_peak", lambda *_: 5e10)
+        patch.setattr(prepared_run, "measure_matmul_peak", lambda *_: 5e10)
         yield

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from deskside.train import run_execution
+from deskside.train.prepare import prepared_run
 from tests.train import tiny_run
 
 
@@ -14,14 +14,14 @@ def test_weight_decay_grows_with_the_epochs(
 ) -> None:
     """It is twice as large at twice the epochs at which it starts to grow, zero below, and the same after a resume."""
     decays: list[float] = []
-    original = run_execution.build
+    original = prepared_run.build
 
     def build(*arguments: Any, **given: Any) -> Any:
         optimizer = original(*arguments, **given)
         decays.append(optimizer.muon.peak_weight_decay)
         return optimizer
 
-    monkeypatch.setattr(run_execution, "build", build)
+    monkeypatch.setattr(prepared_run, "build", build)
     schedule = {"length": "20 steps"}
     tiny_run.train(tmp_path, tiny_run.config(data, schedule=schedule), "plain")
     plain, plan = decays[-1], tiny_run.plan(tmp_path / "plain")
