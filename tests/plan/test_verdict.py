@@ -210,9 +210,8 @@ def test_too_little_time_and_a_loss_out_of_reach_are_a_no() -> None:
     deep = make_plan(made.request("loss", 0.70, given=made.given("124m")))
     assert deep.verdict == "no" and "out of reach" in deep.reason_texts()[0]
     for plan in (short, deep):
-        assert (
-            plan.reason_texts("against") == plan.reason_texts()[:1]
-        )  # that the model fits is another reason
+        # That the model fits is another reason.
+        assert plan.reason_texts("against") == plan.reason_texts()[:1]
 
 
 @settings(max_examples=examples(6, 15), deadline=None, suppress_health_check=[HealthCheck.too_slow])
