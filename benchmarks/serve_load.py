@@ -307,7 +307,7 @@ async def _nonsense(client: httpx.AsyncClient, rng: random.Random, report: Repor
 
 
 def _load_from_processes(
-    base: str, pid: int, known: Mapping[Question, str], options: argparse.Namespace
+    base: str, pid: int, known: Mapping[Question, str], options: argparse.Namespace, seconds: float
 ) -> Report:
     """Run the clients in several processes: one cannot send as many requests as a server can answer."""
     processes = min(options.processes, options.clients)
@@ -318,7 +318,7 @@ def _load_from_processes(
                 base,
                 pid,
                 dict(known),
-                options.seconds,
+                seconds,
                 range(n, options.clients, processes),
             )
             for n in range(processes)
@@ -340,6 +340,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Load test of deskside serve.")
     parser.add_argument("model", help="a run, or a Hugging Face directory")
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument(
+        "--warm-up",
+        type=float,
+        default=0,
+        help="seconds of load before; on a GPU, most CUDA graphs are captured then",
+    )
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument(
         "--processes", type=int, default=max(1, min(8, (os.cpu_count() or 1) // 2)), help="of the clients"
@@ -350,10 +356,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     serve = [options.model, "--max-batch", str(options.max_batch)]
     with served(serve) as (base, pid):
         known = asyncio.run(alone(base, questions(), {}))
-        report = _load_from_processes(base, pid, known, options)
+        if options.warm_up:
+            _load_from_processes(base, pid, known, options, options.warm_up)
+        report = _load_from_processes(base, pid, known, options, options.seconds)
     print("\n".join(report.lines()))
     if options.json is not None:
-        numbers = {**report.numbers(), "clients": options.clients}
+        numbers = {**report.numbers(), "clients": options.clients, "warm_up": options.warm_up}
         options.json.write_text(json.dumps(numbers, indent=1) + "\n", "utf-8")
     return 0 if not (report.lost or report.mixed or report.wrongly_taken) and report.growth < 64 else 1
 
