@@ -97,10 +97,18 @@ def settled(page: "Page") -> None:
 
 
 def drawn(page: "Page") -> None:
-    """Wait until Streamlit has drawn everything: no script is running, and every chart has an image."""
-    page.locator('[data-testid="stMain"] :is(h1, h2)').first.wait_for(timeout=60_000)
-    page.wait_for_selector('[data-testid="stApp"][data-test-script-state="notRunning"]', timeout=60_000)
-    page.wait_for_function(DRAWN, timeout=60_000)
+    """Wait until Streamlit has drawn everything: no script is running, and every chart has an image.
+
+    Raises AssertionError with what the page shows if that takes longer than a minute.
+    """
+    from playwright.sync_api import TimeoutError as PageTimeout
+
+    try:
+        page.locator('[data-testid="stMain"] :is(h1, h2)').first.wait_for(timeout=60_000)
+        page.wait_for_selector('[data-testid="stApp"][data-test-script-state="notRunning"]', timeout=60_000)
+        page.wait_for_function(DRAWN, timeout=60_000)
+    except PageTimeout as error:
+        raise AssertionError(f"{error}\nthe page shows: {page.locator('body').inner_text()}") from error
 
 
 def fits(page: "Page") -> bool:
