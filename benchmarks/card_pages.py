@@ -111,8 +111,8 @@ def card_page(slug: str) -> str:
             "## What to train in 1, 8 and 24 hours",
             "",
             "The model with the lowest expected loss among those that fit, pretrained from scratch on English text.",
-            "The hours include evaluation and a margin. `d20` and the like are models with that many layers, each 64 "
-            "times as wide; `deskside presets` lists the other names.",
+            "The hours include evaluation and a margin. A model `dN` has N layers and a width of 64 N; `deskside "
+            "presets` lists the other names.",
             "",
             *_hours_table(plans),
             "",

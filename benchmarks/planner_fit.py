@@ -87,7 +87,7 @@ because they share a process. Repetitions of one configuration are one row. In e
 small passes or not, recipe, optimizer), every second row is held out from the fit (`python -m
 benchmarks.planner_fit`): the constants were fitted to {calibrating} rows and not to the other {held_out}. All rows
 were visible when the split was made and when the form of the model was chosen. A family of one row has no held-out
-row and therefore gives no evidence about itself; rowwise and tensorwise FP8 and each NVFP4 recipe are such families.
+row, so its predictions cannot be validated; rowwise and tensorwise FP8 and each NVFP4 recipe are such families.
 *Before* is the planner of commit 4e15f5a, which had no model of the host (`docs/data/{before}`); the small passes of
 2026-11-23 were measured later and have no such prediction.
 """

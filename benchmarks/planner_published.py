@@ -148,7 +148,7 @@ def section() -> list[str]:
         "",
         *table(HEADINGS, by_architecture),
         "",
-        "### SpeedFactors factors",
+        "### Speed factors of architectures and trainers",
         "",
         "Factors relative to the model's speed. Hopper is 1 by definition, and trainers are relative to deskside on "
         "Hopper.",

@@ -26,9 +26,9 @@ by plain transformers on the exported model. `deskside records list` lists them,
 deskside records replay {first.name} --data data/{first.corpus}
 ```
 
-It checks that the data is that of the record, trains the command with each of its seeds, scores the models, and says
-whether the mean lies where 95 % of such means lie. Given again after an interruption, it continues. On another card it
-says that the result cannot be compared.
+It checks that the data is that of the record, trains with each of the record's seeds, scores the models, and says
+whether their mean is within the range that 95 % of such repetitions would reach. After an interruption, the same
+command continues. On another card, it says that the results cannot be compared.
 """
 RULES = """
 ## Rules

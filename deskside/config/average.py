@@ -22,7 +22,7 @@ def _parse_blend(value: Any) -> Any:
 
 
 class AverageConfig(Part):
-    """Average of the weights over steps, in float32. It is what is evaluated and exported.
+    """Average of the weights over steps, in float32. A run with an average evaluates and exports it.
 
     Training continues from the weights of the last step, which checkpoints contain too. All trained parameters are
     averaged, including the biases of routers, which belong to the routers' weights.

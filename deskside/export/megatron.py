@@ -288,7 +288,7 @@ def one_process() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_cuda() -> Iterator[None]:
-    """Where there is no GPU, megatron-core's `torch.cuda` calls name the CPU and wait for nothing."""
+    """Context manager in which megatron-core's `torch.cuda` calls work without a GPU: they return the CPU."""
     if torch.cuda.is_available():
         yield
         return

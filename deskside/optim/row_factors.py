@@ -1,11 +1,11 @@
-"""Updates of Muon that depend on the length of the weights: a floor for each row, and a brake on the radius.
+"""Updates of Muon that depend on the norm of the weights: a floor for each row, and a radial brake.
 
 Both are linear in a row of the weight p and of the update v, so they need no more than sums over each row
 (`kernels/muon.py`), and become one factor of each:
 
-    radial brake   the part of v that lengthens p is multiplied by `brake`; then p gets exactly the length that the rest
-                   of v gives it along p, without what steps at a right angle to p add
-    row floor      a row of v that is shorter than `floor` times the row of p is lengthened to this
+    radial brake   the component of v that increases the norm of p is multiplied by `brake`. The new p is then scaled
+                   to the norm that its component along p has: a step at a right angle to p does not change the norm.
+    row floor      a row of v whose norm is below `floor` times that of the row of p is scaled up to this
 
 Sources: modded-nanogpt PR 294 (brake), PRs 274 and 328 (floor); there, both replace weight decay.
 """

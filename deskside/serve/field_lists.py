@@ -27,11 +27,11 @@ class StreamOptions(StrictModel):
 
 
 class IneffectiveFields(StrictModel):
-    """Fields that are accepted without effect. The description of each says why it needs none."""
+    """Fields that are accepted and have no effect. Each description says why."""
 
-    user: ShortText | None = Field(None, description="names the client's user, of whom no records are kept")
+    user: ShortText | None = Field(None, description="identifies a user of the client; no records are kept")
     safety_identifier: ShortText | None = Field(
-        None, description="names the client's user, of whom no records are kept"
+        None, description="identifies a user of the client; no records are kept"
     )
     metadata: Metadata | None = Field(None, description="labels of stored answers; nothing is stored")
     store: bool | None = Field(None, description="nothing is stored")
