@@ -35,7 +35,8 @@ def fail(text, kind, code):
     sys.exit(code)
 def hang():
     open(os.path.join(folder, str(rank)), "w").write(str(os.getpid()))
-    time.sleep(600)
+    while True:  # a signal just before one long sleep would be handled after it
+        time.sleep(0.1)
 def others_started(count):
     while len(os.listdir(folder)) < count:
         time.sleep(0.01)
@@ -138,13 +139,14 @@ def test_a_failure_ends_all_and_says_why_once(
     check_all_ended([int(path.read_text()) for path in folder.iterdir()], 0.1)
 
 
-def in_a_process(log: Path) -> "subprocess.Popen[bytes]":
-    """Launch two programs from a separate process that can be killed."""
+def in_a_process(log: Path, before: str = "") -> "subprocess.Popen[bytes]":
+    """Launch two programs from a separate process that can be killed. before: code that it runs first."""
     patience = "launch.STOP_SECONDS = launch.SETTLE_SECONDS = launch.GRACE_SECONDS = 1"
     code = (
         f"import sys; sys.executable = {sys.executable!r}\n"
         f"from deskside.train import launch; {patience}\n"
         "from deskside.utils import signals\n"
+        f"{before}\n"
         "try:\n"
         "    sys.exit(launch.launch([], 2))\n"
         "except KeyboardInterrupt as error:  # as `cli.main` does\n"
@@ -223,6 +225,29 @@ def test_a_second_ctrl_c_does_not_wait(ends_at: int, program: Callable[[str], Pa
     assert process.wait(launch.SETTLE_SECONDS + launch.GRACE_SECONDS + 10) == 130
     assert (tmp_path / "log").read_text() == ("interrupted\n" if ends_at == 4 else "")
     check_all_ended(pids, 0.1)
+
+
+EARLY = """
+import os, time
+begin = launch._Forwarder.begin
+def early(*arguments):
+    os.kill(os.getpid(), {number})
+    time.sleep(0.1)
+    begin(*arguments)
+launch._Forwarder.begin = early
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
+def test_a_signal_between_the_start_and_the_wait_ends_all(
+    number: signal.Signals, program: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Torch's own handler raises in this moment, and the processes end with the launcher."""
+    folder = program("hang()")
+    process = in_a_process(tmp_path / "log", EARLY.format(number=int(number)))
+    assert process.wait(30) == 128 + number
+    assert (tmp_path / "log").read_text().startswith("interrupted")
+    check_all_ended([int(path.read_text()) for path in folder.iterdir()], 0.1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full)])
