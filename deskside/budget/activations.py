@@ -1,7 +1,7 @@
 """Activations that a layer saves for its backward, and the temporary gradients of its backward, in bytes per token.
 
 The activations in bfloat16 were read from the tensors that autograd (eager) and torch.compile's partitioner (compiled)
-save for this project's blocks; a test reads them again:
+save for this project's blocks; a test repeats this:
 
     bytes per token and layer           compiled                 eager
     residual, deltas, norms             8 D + 8                  20 D + 8
@@ -24,8 +24,8 @@ In FP8, the input of a projection is saved as transposed FP8 codes for the weigh
 value for the normed inputs (2 D) and the MLP's activation (F), but one byte more for attention's output (Hc), which
 attention's own backward needs in 16 bits. Blocks that stay in BF16 are as in the table.
 
-Temporary gradients of a fused sublayer were read from its code: they are the larger of two moments. W are the output
-channels of the first projection: 2 F in the MLP, F without a gate, Hc + 2 Kc in attention.
+Temporary gradients of a fused sublayer were read from its code: they are the larger value of two moments. W is the
+number of output channels of the first projection: 2 F in the MLP, F without a gate, Hc + 2 Kc in attention.
 
 - Before the backward of this projection: 2 D + 2 F + 2 W in the MLP, and 2 D + 8 Hc + 4 Kc in attention, whose kernels
   accumulate dq in float32.
@@ -119,7 +119,8 @@ class LayerActivations:
     def kept(self, checkpointing: Checkpointing) -> float:
         """Return the bytes that all layers save. A recomputed sublayer does not save its normed input."""
         if checkpointing == "block":
-            # If it is offloaded: that of the last block, and as much on its way to the host or back.
+            # If inputs are offloaded, the GPU holds that of the last block, and one more on its way to the host or
+            # back.
             blocks = 2 if self.sizes.spec.activation_offloading else self.sizes.layers
             return blocks * self.block_input + self.sizes.layers * self.routing
         if checkpointing == "none":

@@ -1,4 +1,4 @@
-"""Copies of weights in the formats of products: from step to step in a cache, or from forward to backward by autograd.
+"""Copies of weights in the formats of products, kept in a cache between steps, or by autograd until the backward.
 
 `format_costs.py` has their bytes per weight.
 """

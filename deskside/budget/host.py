@@ -21,7 +21,7 @@ from deskside.budget.shape import Shape
 from deskside.budget.step_spec import StepOptions, StepSpec
 from deskside.budget.terms import Term, leaf
 
-# Passes become CUDA graphs (`compute.cuda_graph` auto) if the host launches for at least this share of a step.
+# Passes become CUDA graphs (`compute.cuda_graph` auto) if launching takes at least this share of a step.
 HOST_BOUND = 0.9
 # Share of a pass's launches that activation checkpointing repeats. The forward is a third of a pass; attention and MLP
 # are about half of the forward each.
@@ -89,7 +89,8 @@ def host_seconds(shape: Shape, spec: StepSpec, host: HostTimes) -> float:
 
 
 def can_replay(step: StepOptions) -> bool:
-    """Return True if the fused passes of a step can be CUDA graphs: of what a run checks, what a plan may change."""
+    """Return True if the fused passes of a step can be CUDA graphs, as far as options that a plan may change decide
+    it."""
     plain = step.weights == "float32" and step.gradients == "device" and not step.activation_offloading
     return plain and not step.sharded and "nvfp4" not in product_formats(step.precision)
 

@@ -1,12 +1,12 @@
-"""Bytes of page-locked host memory that a step needs: what waits there instead of on the GPU, item by item.
+"""Bytes of page-locked host memory that a step needs, item by item: data that is kept there instead of on the GPU.
 
 optimizer states    of matrices and tables, if they are offloaded
 gradients           one sum per weight, in the weights' format, if gradients are in host memory
 average             of the weights, if it is offloaded
 activations         what recomputed blocks save in a pass, of all blocks but the last, if activations are offloaded
 
-A checkpoint that is written while training goes on takes a copy of weights, optimizer states and average on top
-(`checkpoint_bytes`), in one process, or with sharded weights in each process its share.
+A checkpoint that is written while training continues also needs a copy of weights, optimizer states and average
+(`checkpoint_bytes`): in one process, or if weights are sharded, a share of it in each process.
 """
 
 from collections.abc import Mapping

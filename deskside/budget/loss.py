@@ -15,15 +15,15 @@ Everything is in bits per byte of text, so that tokenizers do not matter. The la
       params' = U_N (1 + R_N (1 - exp(-(params / U_N - 1) / R_N)))     U_N: optimal for U, at most params
   They found R_D = 15.4 and R_N = 5.3. Our seven runs (43M and 99M params, 1.2 to 6.5 epochs of 70M tokens, Muon) do
   not agree: from 4.9 to 6.5 epochs the smaller model gained nothing. R_D = 1.3 and R_N = 40 predict all seven runs
-  within 0.3 %; the published values are off by up to 4 % and favour models that are too small. The law uses our values,
+  within 0.3 %; the published values are off by up to 4 % and favor models that are too small. The law uses our values,
   and its range includes the prediction of the published ones. More than 6.5 epochs were not measured.
-  Muennighoff et al. find that more than about 40 epochs are worth nothing (their figure 1; by their values 40 have 92 %
-  of what endless ones are worth, by ours all of it). So a plan proposes at most `USEFUL_EPOCHS`.
+  Muennighoff et al. find that more than about 40 epochs are worth nothing (their figure 1; by their values, 40 are
+  worth 92 % of infinitely many, by ours all of it). So a plan proposes at most `USEFUL_EPOCHS`.
 - overfitting: with these terms alone, the loss never rises. Lovelace et al. 2026 (arXiv 2605.01640) add a penalty with
   one coefficient that grows with the repetitions and with the parameters per unique token; a strong weight decay
-  lowered theirs by 70 %. Ours is overfit (tokens / U - 1) (params / U). Its coefficient is 0, so that the penalty is
-  absent, until runs that overfit are fitted: `python -m benchmarks.repetition_fit RUN...` fits `overfit`, R_D and R_N.
-  The planner's search excludes models beyond `MAX_WEIGHTS_PER_TOKEN`, except the smallest.
+  lowered theirs by 70 %. Ours is overfit (tokens / U - 1) (params / U). Its coefficient stays 0 (no penalty) until it
+  is fitted to runs that overfit: `python -m benchmarks.repetition_fit RUN...` fits `overfit`, R_D and R_N. The
+  planner's search excludes models beyond `MAX_WEIGHTS_PER_TOKEN`, except the smallest.
 - offset: depends on corpus and recipe. Our runs end 4 to 5 % above the law of nanochat's corpus; staged sequence
   lengths account for 0.01 bits of this. The default offset lies in between. Its range of 8 % is wide, because other
   corpora will differ more. `fit_offset` fits the offset to a pilot on the user's corpus.
@@ -64,8 +64,8 @@ DATA_TERM_SPREAD = 0.5  # prior: standard deviation of b, as a share of the law'
 DECAY_DROP = 0.010
 # Half-width of an extrapolated loss, as a share: at the pilot's end, and per factor of e in tokens beyond it.
 RANGE_AT_END, RANGE_PER_E_FOLD = 0.01, 0.01
-# What low, expected and high end of a forecast approach, as shares of the baselines of the text, when the law exceeds
-# them; below this share of the limit, the law holds unchanged.
+# Limits that the low end and the expected value of a forecast approach, as shares of the baselines of the text, and
+# the share of a limit up to which the law holds unchanged.
 LOW_SHARE, EXPECTED_SHARE, LAW_SHARE = 0.55, 0.75, 0.85
 PILOT_RANGE = (0.96, 1.04)  # `low` and `high` of a law whose offset was fitted to a pilot
 
@@ -131,7 +131,7 @@ class LossLaw:
 class TextBaselines:
     """Baselines of a validation text in bits per byte. gzip: None if it was not measured.
 
-    untrained: an upper bound on the loss, if it is not `unigram`.
+    untrained: an upper bound on the loss, used instead of `unigram` if given.
     """
 
     unigram: float
@@ -221,7 +221,7 @@ def bounded(
 
 
 def outside_measured(params: float, tokens: float, unique_tokens: float | None = None) -> list[str]:
-    """Return what a run has that no run had to which the law was fitted, as texts; none for a run like those."""
+    """Return texts that say where a run is outside the runs that the law was fitted to; empty if it is not."""
     found = [
         f"{count(value)} {what} (measured: {count(least)} to {count(most)})"
         for what, value, (least, most) in (
@@ -311,7 +311,7 @@ def fit_curve(
     if t[-1] > end_tokens:
         raise ValueError(f"end_tokens: {end_tokens:.0f} is before the pilot's end, {t[-1]:.0f}")
     low, _, high = expected_bpb(law, params, end_tokens, unique_tokens)
-    # Differences of neighbouring steps are noise. PILOT_SPREAD is an error of the form, which more steps do not reduce.
+    # Differences of neighboring steps are noise. PILOT_SPREAD is an error of the form, which more steps do not reduce.
     noise = float(np.std(np.diff(y)) / math.sqrt(2 * len(t)))
     spread = math.hypot(noise, PILOT_SPREAD * float(y.mean())) * math.sqrt(len(t))
     floor = law.floor(params, end_tokens, unique_tokens)
@@ -320,7 +320,7 @@ def fit_curve(
     rows = np.vstack([rows, [1 / floor_spread, 0], [0, 1 / (DATA_TERM_SPREAD * law.B)]])
     values = np.concatenate([y / spread, [floor / floor_spread, 1 / DATA_TERM_SPREAD]])
     solution, *_ = np.linalg.lstsq(rows, values, rcond=None)
-    if solution[0] < 0:  # entropy is never negative; the model is memorising a small text
+    if solution[0] < 0:  # entropy is never negative; the model is memorizing a small text
         alone, *_ = np.linalg.lstsq(rows[:, 1:], values, rcond=None)
         solution = np.array([0.0, *alone])
     end = np.array([1.0, effective_tokens(end_tokens, unique_tokens) ** -law.beta])

@@ -33,7 +33,8 @@ that are being reduced and of the root, which is reduced last. A test tracks the
 sharding, GPUs sum their gradients in buckets while the backward runs (`budget/replicas.py`).
 
 A pass that is a CUDA graph (`train/loop/graphed_pass.py`) keeps what it needs at its peak, also during updates and
-evaluations. Gradients exist all the time. With several GPUs, the last pass of a step is not a graph, and needs its own.
+evaluations. Gradients exist all the time. With several GPUs, the last pass of a step is not a graph, and needs memory
+of its own.
 
 If adapters are trained over frozen weights (`budget/adapters.py`), only the adapters have gradients and optimizer
 states, the head has no gradient, a quantized weight is dequantized while it is used, and the gradient of a chunk of
@@ -76,7 +77,7 @@ from deskside.budget.terms import Line, explained
 # fused step they are freed when the backward begins.
 STREAM_ENDS, FUSED_STREAM_END = 7, 4
 LIBRARIES = 64 * 2**20  # bytes of cuBLAS workspaces
-# What the allocator reserved beyond the peak of allocated bytes: medians of measurements.
+# What the allocator reserves beyond the peak of allocated bytes: medians of measurements.
 RESERVED_SHARE, RESERVED_BYTES = 0.05, 256 * 2**20
 Items = dict[str, float]  # bytes by item
 
@@ -186,7 +187,7 @@ def _full_training(s: Sizes) -> dict[str, Items]:
         reduced = one_layer if several_passes else 2 * one_layer
 
     def beside(backward: float, update: float) -> float:
-        """Return the memory of a backward and of an update on the same stream, or on a side stream."""
+        """Return the peak of a backward and an update: their sum if a side stream overlaps them, else the larger."""
         return backward + update if has_side_stream(spec) else max(backward, update)
 
     logits = s.chunk_tokens * s.vocabulary * logit_bytes(spec)
@@ -254,7 +255,7 @@ def _full_training(s: Sizes) -> dict[str, Items]:
         "logits": s.chunk_tokens * s.vocabulary * width * 2,
         "workspace": libraries,
     }
-    # Copies of weights last, and a captured pass does not send gradients.
+    # Copies of weights are not part of a pass, and a captured pass does not send gradients.
     others = {"loss": libraries, "backward": libraries + summed, "gradients": libraries + summed}
     kept = max(_temporary(steps[name]) - other for name, other in others.items()) - lasting_copies
     steps["evaluation"] = evaluation
@@ -342,7 +343,7 @@ def _adapter_training(s: Sizes, adapter: AdapterSpec) -> dict[str, Items]:
 def logit_bytes(spec: StepSpec) -> int:
     """Return the bytes per logit of a chunk: the logits, their gradient, and the gradient of the chunk before.
 
-    The fused kernel writes the gradient over the logits; the loss that compiled blocks were measured with allocated
+    The fused kernel writes the gradient over the logits; compiled blocks were measured with a loss that allocated
     another tensor. The gradient of a chunk is still allocated when the next chunk begins.
     """
     several_chunks = spec.loss_chunk_tokens < spec.micro_tokens

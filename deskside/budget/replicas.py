@@ -1,17 +1,16 @@
 """Bytes that replicas send each other in a step, and the memory of the gradients that are being summed.
 
 Gradients are summed during the last backward of a step (`train/loop/gradient_buckets.py`). Muon's matrices are updated
-by one GPU each, and their new weights are sent during the next forward (`optim/owners.py`). Only what takes longer than
-these passes adds to the step, and what cannot begin before they end: the sum of the embedding's gradient, which the
-backward computes last.
+by one GPU each, and their new weights are sent during the next forward (`optim/owners.py`). They add to the step only
+the time by which they outlast these passes, and the sum of the embedding's gradient, which the backward computes last.
 
     bytes that a GPU sends per weight          float32              bfloat16
     sum on every GPU                           8 (n - 1) / n        4 (n - 1) / n
     sum on the owner                           4                    4 (n - 1) / n
     new weight                                 4 (2 if it is stored in bfloat16)
 
-A ring's all-reduce sends every weight twice, less one n-th. A reduce and a broadcast to or from one GPU pass on every
-weight once. What passes lose while gradients travel beside them was measured on two H200 (docs/log.md, 2026-11-28):
+A ring all-reduce sends every weight 2 (n - 1) / n times. A reduce to one GPU or a broadcast from it sends every weight
+once. How much gradients that are sent meanwhile slow a pass was measured on two H200 (docs/log.md, 2026-11-28):
 124m and 340m with AdamW, BF16 and FP8, took 2.0 to 3.2 % longer than on the slower card alone, beyond what is exposed.
 With Muon it was -0.4 to 1.1 %, because the cards also share its update.
 """
@@ -22,10 +21,10 @@ from deskside.budget.shape import num_params
 from deskside.budget.sizes import Sizes
 from deskside.budget.step_spec import StepSpec
 
-# By which the last pass is longer if float32 gradients of all weights were summed beside it: the median of the four
-# cases with AdamW, divided by the share of the weights that are summed beside it.
+# Share by which the last pass is longer if float32 gradients of all weights were summed beside it: the median of the
+# four cases with AdamW, divided by the share of the weights that are summed beside it.
 CONTENTION = 0.032
-SLOWEST_CARD = 0.012  # by which the slower of two H200 was slower than their mean; all wait for it
+SLOWEST_CARD = 0.012  # share by which the slower of two H200 was slower than their mean; all wait for it
 BUCKET_WEIGHTS = 2**22  # gradients of at least so many weights are summed alone, in place; a test compares
 # Buckets whose memory is in use at once, if gradients are sent in another format than their own.
 IN_FLIGHT = 3
@@ -33,7 +32,7 @@ IN_FLIGHT = 3
 
 @dataclass(frozen=True)
 class Exchange:
-    """Bytes that one GPU sends in a step: beside the last backward, beside nothing, and beside the next forward."""
+    """Bytes that one GPU sends in a step: during the last backward, with no overlap, and during the next forward."""
 
     in_backward: float = 0.0
     exposed: float = 0.0
@@ -67,7 +66,7 @@ def exchange(s: Sizes, trained: float) -> Exchange:
 
 
 def contention(s: Sizes, sent: Exchange) -> float:
-    """Return by which share the last pass is longer because gradients are summed beside it."""
+    """Return the share by which the last pass is longer because gradients are summed during it."""
     everything = 8.0 * (s.gpus - 1) / s.gpus * num_params(s.shape)
     return CONTENTION * sent.in_backward / everything
 

@@ -17,9 +17,9 @@ The optimizer settings in `config/optim.py` were tuned at a reference point. Fro
   tokens of the run^0.462 (Bergsma et al.). The three measurements above and the loss law of `budget/loss.py` give 0.9
   and 0.5 million tokens for the critical batch after 82 million tokens; the reference is their geometric mean.
 - default batch of n GPUs ~ sqrt(n), for a run whose tokens are not known yet. In the same time, n GPUs train on n times
-  the tokens, for which the best batch is n^0.383 times as large. A step also has a time that does not shrink with n
-  (launches of kernels, sums of gradients), which favours larger batches. By the planner's model, `124m` for an hour on
-  2 to 8 RTX 4090 then ends within 0.3 % of the lowest loss. The planner knows the tokens and takes the best batch.
+  the tokens, for which the best batch is n^0.383 times as large. Part of a step's time does not shrink with n (launches
+  of kernels, sums of gradients), which favors larger batches. By the planner's model, `124m` for an hour on 2 to 8 RTX
+  4090 then ends within 0.3 % of the lowest loss. The planner knows the tokens and takes the best batch.
 """
 
 import math
@@ -123,7 +123,7 @@ def batch_on_gpus(tokens: float, gpus: int, unit: int, most: float = math.inf) -
     Args:
         gpus: GPUs that read different rows.
         unit: Tokens that a GPU computes at once: of a row, or of a pass if that is set.
-        most: Maximum tokens per step, if one unit on each GPU is not more.
+        most: Maximum tokens per step, unless one unit on each GPU is more.
     """
     each = max(tokens / gpus, min(tokens, MIN_TOKENS_PER_GPU))
     doublings = math.log2(max(1.0, min(each, most / gpus)) / unit)

@@ -1,7 +1,7 @@
 """Memory and traffic of rows that GPUs share (`parallel.context`): gathered keys and values, and their gradients.
 
-See kernels/attention/gathered.py. Everything else of a step follows from the tokens of one GPU, because the parts of a
-row are the same work.
+See kernels/attention/gathered.py. Everything else of a step follows from the tokens of one GPU, because all parts of a
+row are equal work.
 """
 
 from deskside.budget.sizes import Sizes
@@ -10,7 +10,7 @@ from deskside.budget.sizes import Sizes
 def gathered_bytes(s: Sizes) -> float:
     """Return the bytes that one layer's backward adds on a GPU.
 
-    Keys and values of the whole rows of a pass, the same as they arrive in parts, and their gradients.
+    They hold the keys and values of the whole rows of a pass, the parts as they arrive, and the gradients.
     """
     return 0.0 if s.spec.context == 1 else 3 * s.spec.context * _own_bytes(s)
 

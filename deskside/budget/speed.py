@@ -256,10 +256,10 @@ def forwards_per_pass(spec: StepSpec) -> int:
 
 
 def replica_overhead(shape: Shape, spec: StepSpec, rates: Rates, seconds: Mapping[str, float]) -> float:
-    """Return the seconds that replicas add to a step beside the sums that nothing can cover.
+    """Return the seconds that replicas add to a step, without the sums that no pass can overlap.
 
-    They are what the sums of gradients take longer than the last backward, and new weights than the forward, what the
-    sums cost the last pass, and what all wait for the slowest card. seconds: `item_seconds`.
+    They are the time by which the sums of gradients outlast the last backward and the new weights outlast the forward,
+    the slowdown of the last pass by the sums, and the wait for the slowest card. seconds: `item_seconds`.
     """
     if spec.gpus == 1 or spec.sharded:
         return 0.0

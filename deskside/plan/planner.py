@@ -44,12 +44,12 @@ from deskside.plan.verdict import Answer, judge
 from deskside.utils.errors import UsageError
 from deskside.utils.format import bits_per_byte, count, duration, number, plural
 
-MENTIONED_LOSS, MENTIONED_TIME = 0.99, 0.5  # shares up to which a smaller model for the text is mentioned
+MENTIONED_LOSS, MENTIONED_TIME = 0.99, 0.5  # a smaller model is mentioned up to these shares
 NO_CLAIMS = Claims()
 OFFERED: Literal["fp8"] = "fp8"  # the precision that is offered as an alternative to BF16
 LOSS_SENTENCE = "how close its loss comes to BF16's is in docs/precision.md"
 MIN_OFFERED_SPEEDUP = 1.02
-MENTIONED_TOKENS = 0.005  # share of the tokens from which a plan mentions what a large batch costs
+MENTIONED_TOKENS = 0.005  # a plan mentions a large batch that needs at least this share of tokens more
 
 
 def make_plan(request: PlanRequest, claims: Claims = NO_CLAIMS) -> Plan:
@@ -247,7 +247,7 @@ def _notes(request: PlanRequest, chosen: Band | None) -> list[str]:
 
 
 def _batch_note(request: PlanRequest, chosen: Band) -> str | None:
-    """Return a note on the batch of several GPUs, and on one beyond the best; None if there is neither."""
+    """Return a note on the batch if there are several GPUs or it is larger than the best one, else None."""
     setting = chosen.candidate.setting
     tokens = setting.tokens_per_step
     more = batch_token_factor(tokens, chosen.candidate.tokens[1]) - 1
@@ -297,7 +297,7 @@ def _repetition_notes(request: PlanRequest, chosen: PlannedBand) -> list[str]:
 
 
 def _size_for_the_text(request: PlanRequest, candidate: Candidate) -> list[str]:
-    """Return a note on the model that a plan would choose for the text, in the time of a model that is too large."""
+    """Return a note on the smaller model that a plan would choose for this text and the time of this candidate."""
     if request.given is None:
         return []
     seconds, model = candidate.seconds[1], candidate.setting.model

@@ -45,7 +45,7 @@ from deskside.plan.setting import Setting, check_batch_divides, optim_options
 from deskside.utils.format import count, duration, gib, gib_range
 
 Answer = Literal["yes", "yes-if", "no"]
-# A smaller model ends clearly better if the given model's loss above the law's limit is this multiple of its own.
+# A smaller model is clearly better if the given model's loss above the law's limit is this multiple of the smaller's.
 UNDERTRAINED = 1.05
 CHANGED_OPTIONS = (
     ("--precision", "precision"),
@@ -248,7 +248,7 @@ def _undertrained(request: PlanRequest, chosen: Candidate) -> tuple[str | None, 
             f"({count(smaller.params)}), trained in the same way, ends at {smaller.forecast[1]:.3f} in the same budget"
         )
     text += f"; this size is the best choice from {count(optimal)} tokens on"
-    # A longer run has a larger batch, and with that another speed.
+    # A longer run has a larger batch, and so a different speed.
     unlimited = replace(
         request, budget=PlanBudget(), pretrain_seconds=None, unique_tokens=None, own_corpus=False
     )
