@@ -119,8 +119,7 @@ class LayerActivations:
     def kept(self, checkpointing: Checkpointing) -> float:
         """Return the bytes that all layers save. A recomputed sublayer does not save its normed input."""
         if checkpointing == "block":
-            # If inputs are offloaded, the GPU holds that of the last block, and one more on its way to the host or
-            # back.
+            # If offloaded, two are on the GPU: the last block's, and one on its way to the host or back.
             blocks = 2 if self.sizes.spec.activation_offloading else self.sizes.layers
             return blocks * self.block_input + self.sizes.layers * self.routing
         if checkpointing == "none":

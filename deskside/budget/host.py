@@ -89,8 +89,7 @@ def host_seconds(shape: Shape, spec: StepSpec, host: HostTimes) -> float:
 
 
 def can_replay(step: StepOptions) -> bool:
-    """Return True if the fused passes of a step can be CUDA graphs, as far as options that a plan may change decide
-    it."""
+    """Return True if the options that a plan may change allow fused passes to be CUDA graphs."""
     plain = step.weights == "float32" and step.gradients == "device" and not step.activation_offloading
     return plain and not step.sharded and "nvfp4" not in product_formats(step.precision)
 

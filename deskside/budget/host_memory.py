@@ -6,7 +6,7 @@ average             of the weights, if it is offloaded
 activations         what recomputed blocks save in a pass, of all blocks but the last, if activations are offloaded
 
 A checkpoint that is written while training continues also needs a copy of weights, optimizer states and average
-(`checkpoint_bytes`): in one process, or if weights are sharded, a share of it in each process.
+(`checkpoint_bytes`): in one process, or a share in each process if weights are sharded.
 """
 
 from collections.abc import Mapping

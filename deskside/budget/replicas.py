@@ -1,8 +1,9 @@
 """Bytes that replicas send each other in a step, and the memory of the gradients that are being summed.
 
 Gradients are summed during the last backward of a step (`train/loop/gradient_buckets.py`). Muon's matrices are updated
-by one GPU each, and their new weights are sent during the next forward (`optim/owners.py`). They add to the step only
-the time by which they outlast these passes, and the sum of the embedding's gradient, which the backward computes last.
+by one GPU each, and their new weights are sent during the next forward (`optim/owners.py`). These transfers add to the
+step only the time by which they outlast these passes, and the sum of the embedding's gradient, which the backward
+computes last.
 
     bytes that a GPU sends per weight          float32              bfloat16
     sum on every GPU                           8 (n - 1) / n        4 (n - 1) / n
@@ -10,7 +11,7 @@ the time by which they outlast these passes, and the sum of the embedding's grad
     new weight                                 4 (2 if it is stored in bfloat16)
 
 A ring all-reduce sends every weight 2 (n - 1) / n times. A reduce to one GPU or a broadcast from it sends every weight
-once. How much gradients that are sent meanwhile slow a pass was measured on two H200 (docs/log.md, 2026-11-28):
+once. The slowdown of a pass while gradients are sent was measured on two H200 (docs/log.md, 2026-11-28):
 124m and 340m with AdamW, BF16 and FP8, took 2.0 to 3.2 % longer than on the slower card alone, beyond what is exposed.
 With Muon it was -0.4 to 1.1 %, because the cards also share its update.
 """

@@ -29,7 +29,7 @@ MUON_STATE_BYTES: dict[StateFormat, float] = {"float32": 4, "bfloat16": 2, "8bit
 EMA_BYTES = 4  # per trained weight: the moving average of EMA-Nesterov is in float32, on the GPU
 AVERAGE_BYTES = 4  # per trained weight: the average of the weights is in float32
 MASTER_BYTES = 4  # more per weight with float32 copies of weights in bfloat16, for AdamW
-RESIDUAL_BYTES = 1  # more per weight in 24 bits: its low bits, which bfloat16 lacks, always on the GPU
+RESIDUAL_BYTES = 1  # more per weight in 24 bits: the part that bfloat16 cannot hold, always on the GPU
 
 
 @dataclass(frozen=True)

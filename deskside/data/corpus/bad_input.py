@@ -24,13 +24,13 @@ BINARY = "binary data, not text"
 
 
 def short_reason(error: Exception) -> str:
-    """Return the first sentence of an error of a library, of at most about 150 characters, cut between words."""
+    """Return the first sentence of a library's error message, cut between words after about 150 characters."""
     text = " ".join(str(error).split())
     return textwrap.shorten(text.split(". ")[0].rstrip("."), 150, placeholder=" ...")
 
 
 def field_hint(keys: Sequence[object], wanted: str, option: str = "--field") -> str:
-    """Return what a record without the field has, and how to name the field that was meant. keys: of the record."""
+    """Return a hint for a record without the wanted field: its `keys`, and the option that names the field."""
     if not keys:
         return f"wanted {wanted!r}, has nothing"
     name = str(keys[0]) if len(keys) == 1 else "NAME"

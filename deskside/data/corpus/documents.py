@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 _UTF16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 _UTF16 = "it is UTF-16; convert it with iconv -f UTF-16 -t UTF-8"
-_START = 64  # bytes of a document in which something else than white space is looked for first
+_START = 64  # bytes at the start of a document that are searched first for something other than white space
 _PARQUET_BATCH = 8 << 20  # bytes of rows read at a time, by their average size
 _BINARY_SHARE = 0.1  # share of control characters in binary data; text has almost none
 

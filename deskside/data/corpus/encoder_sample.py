@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from deskside.data.reading.index import MAX_TAGS
 
 _PIECE_BYTES = 4096
-_PIECES = 256  # in all, 1 MB, which tokenizers encodes in a quarter of a second; more only for more pairs
+_PIECES = 256  # in all; 1 MB, which `tokenizers` encodes in a quarter of a second. More only for more pairs
 _OTHER = ("other sources", "")  # shared by all pairs beyond MAX_TAGS: a source may be the URL of one document
 
 Pair = tuple[str, str]  # source and language

@@ -232,7 +232,7 @@ class _Preparation:
         return record_files([*self.sources, *self.val_sources], known, quiet=self.options.quiet)
 
     def _save_times(self) -> None:
-        """Save the times of files whose content is the same; this only saves time, so the folder may be read-only."""
+        """Save the times of unchanged files. A read-only folder is no error: the next call only takes longer."""
         with contextlib.suppress(RunError):
             self.save()
 
@@ -285,7 +285,7 @@ class _Preparation:
         return None
 
     def _compare_text(self) -> None:
-        """Read the text of a finished preparation without records of its files. Raises UsageError for another text."""
+        """Compare the text with a finished preparation that has no file records. Raises UsageError if it differs."""
         assert self.analysis is not None
         total = self.analysis.text_bytes + self.analysis.val_text_bytes
         keys = {}

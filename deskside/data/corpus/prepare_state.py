@@ -61,7 +61,7 @@ def read_state(directory: Path) -> PrepareState | None:
 def read_state_file(path: Path, kind: type[_State], command: str, remedy: str) -> _State | None:
     """Return the content of a state file, or None if it does not exist.
 
-    Raises RunError if it is damaged or was not written by `command`. remedy: another one than giving another --out.
+    Raises RunError if it is damaged or was not written by `command`. remedy: an alternative to giving another --out.
     """
     if not path.is_file():
         return None
@@ -118,7 +118,7 @@ def describe_difference(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def _files(sources: object) -> dict[str, object]:
-    """Return the files of `Source.identity` of all sources and what identifies them, name -> the rest."""
+    """Return {file name: the rest of its entry} from the `Source.identity` of all sources."""
     found: dict[str, object] = {}
     for source in sources if isinstance(sources, list) else []:
         for entry in source if isinstance(source, list) else []:

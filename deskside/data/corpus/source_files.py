@@ -19,7 +19,7 @@ from deskside.utils.files import fingerprint
 from deskside.utils.format import printable
 from deskside.utils.progress import ProgressBar
 
-_LARGE = 1e9  # bytes from which reading them shows its progress
+_LARGE = 1e9  # from this many bytes on, reading shows its progress
 
 
 class FileRecord(Part):
@@ -69,7 +69,8 @@ def first_change(before: Sequence[FileRecord], now: Sequence[FileRecord]) -> str
 
 
 def sources_changed(out: Path, what: str = "the text of the sources") -> UsageError:
-    """Return the error for sources that are not those of the data in `out`. what: has changed, such as a file."""
+    """Return the error for sources that are not those of the data in `out`. what: the thing that has changed, such as a
+    file."""
     return UsageError(
         f"--out {out}: {what} has changed since this data was begun. Give another --out, or --no-resume to replace it."
     )

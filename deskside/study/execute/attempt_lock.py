@@ -1,4 +1,5 @@
-"""The lock that a trial's process on another machine holds until it ends, also if the study has lost sight of it."""
+"""The lock that a trial's process on another machine holds until it ends, even if the study has lost contact with
+it."""
 
 import contextlib
 import fcntl

@@ -12,17 +12,17 @@ from typing import Any, TypeVar
 
 from deskside.utils.errors import RunError
 
-# A busy head or network needs a few; the rest of Ray's 60 s is left for the end of the study.
+# A busy head or network needs a few seconds; the rest of Ray's 60 s is left for the end of the study.
 ANSWER_SECONDS = 30.0
 POLL_SECONDS = 0.1
 T = TypeVar("T")
 
 
 class HeadCalls:
-    """Makes the calls in a thread, in their order. One that has no answer for `limit` seconds means a dead head.
+    """Makes calls in a thread, in order. If one has no answer for `limit` seconds, the head counts as dead.
 
     Attributes:
-        dead: The head is given up. No call of Ray may follow, since each may block or end the process.
+        dead: True once the head counts as dead. No call of Ray may follow, since each may block or end the process.
     """
 
     def __init__(self, address: str, limit: float = ANSWER_SECONDS):
@@ -33,7 +33,7 @@ class HeadCalls:
         threading.Thread(target=self._work, name="head-calls", daemon=True).start()
 
     def begin(self, function: Callable[[], T]) -> "Future[T]":
-        """Make a call when the earlier ones have their answers, and do not wait for it."""
+        """Queue a call behind the earlier ones, without waiting for its answer."""
         future = Future[T]()
         self._calls.put((future, function))
         return future

@@ -1,13 +1,13 @@
 """Trials on the nodes of a Ray cluster, one at a time on each GPU, or on each node of a cluster without GPUs.
 
 For every trial there is a Ray actor on the chosen node, which starts the same process as on one machine
-(`trial_process.py`) and waits for it. Ray keeps the GPU for the actor and tells when its node has died; it is used
-because it is what clusters of unlike machines are already run with (SLURM, Kubernetes and plain ssh all start it).
+(`trial_process.py`) and waits for it. Ray reserves the GPU for the actor and reports when its node has died. Ray is
+used because clusters of unlike machines already run it (SLURM, Kubernetes and plain ssh all start it).
 
-The study's folder and its data must be on storage that every node mounts at the same path. The trial of a node that
-died is then continued from its newest checkpoint on another one. If only the connection was lost, the process of the
-old attempt may still run: it saves and stops when its actor dies, and holds a lock in the study's folder until then.
-A new attempt waits for this lock.
+The study's folder and its data must be on storage that every node mounts at the same path. If a node dies, its trial
+then continues from the newest checkpoint on another node. If only the connection was lost, the process of the old
+attempt may still run: it saves and stops when its actor dies, and holds a lock in the study's folder until then. A new
+attempt waits for this lock.
 
 If the head of the cluster dies, the study ends (`head_calls.py`). The trials on other nodes save and end by themselves
 when Ray ends there, after about a minute.
@@ -92,7 +92,7 @@ class TrialSupervisor:
         return end
 
     def ready(self) -> None:
-        """Return, when the actor has started."""
+        """Do nothing. The call returns once the actor has started."""
 
     def stop(self) -> None:
         """Ask the trial to save and end."""
@@ -137,7 +137,7 @@ class RayTrial:
     def poll(self) -> TrialEnd | None:
         """Return how the trial ended, LOST if its node or actor died, or None while it runs.
 
-        A trial is STOPPED if the head died. Its process may still run, which only a later attempt waits for.
+        A trial is STOPPED if the head died. Its process may still run; only a later attempt waits for it.
         Raises RunError for a node that cannot run trials.
         """
         import ray
@@ -168,7 +168,7 @@ class RayTrial:
         return self._end_by_outcome(STOPPED if self._stop_requested else LOST, self._lost)
 
     def _end_by_outcome(self, status: str, reason: str) -> TrialEnd:
-        """Return how the trial's process ended as it recorded itself, or this status if it ended before its time."""
+        """Return the end that the process recorded, or one with this status if it recorded none or was stopped."""
         seconds = time.monotonic() - self._started
         outcome = read_outcome(self._run) if is_idle(self._run) else None
         if outcome is not None and outcome[0] != STOPPED:
@@ -245,7 +245,7 @@ class RayExecutor:
                     f"machines: ray start --address HOST:6379"
                 ) from None
         self._head = HeadCalls(ray.get_runtime_context().gcs_address)
-        # After Ray has registered its own, so that this is called first. A search makes two executors in one process.
+        # Registered after Ray's own handler, so that it is called first. A search makes two executors in one process.
         atexit.register(self._leave)
         self._cpu_only = set(kinds) == {"cpu"}
         self._options: dict[str, dict[str, Any]] = {}  # of the actor, by the name of the device
@@ -257,7 +257,7 @@ class RayExecutor:
         self._list_devices(self._head.get(ray.nodes))
 
     def devices(self) -> Sequence[Device]:
-        """Return the devices of the nodes that are alive, without those that lost a trial just now.
+        """Return the devices of the nodes that are alive, except those that have just lost a trial.
 
         Raises RunError if the head does not answer, or no node is alive.
         """
@@ -285,9 +285,10 @@ class RayExecutor:
         return trial
 
     def _leave(self) -> None:
-        """End the process of a study whose head died, before Ray tries to take leave of the head.
+        """End the process of a study whose head died, before Ray tries to disconnect from the head.
 
-        Ray takes seconds for that, and crashes if Ctrl-C interrupts it. All is saved by then, so Ctrl-C has no effect.
+        Ray takes seconds for that, and crashes if Ctrl-C interrupts it. Everything is saved by then, so Ctrl-C is
+        ignored.
         """
         if self._head.dead:
             sys.stdout.flush()

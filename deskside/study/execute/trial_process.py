@@ -263,7 +263,7 @@ def _read_job() -> TrialJob:
 
 
 def _stop_with_study() -> None:
-    """When standard input closes because the study has ended, ask this process to save and stop, else kill it."""
+    """Wait until the study closes standard input. Then ask this process to save and stop; kill it if it does not."""
     while os.read(0, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
