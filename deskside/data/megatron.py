@@ -40,7 +40,7 @@ def convert(data: Path, out: Path) -> dict[str, tuple[int, int]]:
     """Write all splits of the data set `data` to `out`, with its tokenizer. Return their documents and tokens by name.
 
     Raises UsageError for conversations, whose masks Megatron's format does not hold, and if `out` has such files or
-    cannot be made, and RunError if the disk is full or the data are damaged; nothing of a data set remains then.
+    cannot be made, and RunError if the disk is full or the data are damaged; no partial data set is left behind.
     """
     index = read_index(data)
     if any(shard.mask is not None for split in index.splits.values() for shard in split.shards):

@@ -9,9 +9,9 @@ They are applied in this order, which is vLLM's:
     frequency_penalty   is subtracted once for each time that the token occurs in the answer (as in OpenAI's API)
     presence_penalty    is subtracted once if the token occurs in the answer (as in OpenAI's API)
 
-All of it is in tensors on the device with one row per slot, so a step with adjustments can be captured in a CUDA graph
-and generate several tokens per replay, as any other. They exist once a request needs them. A step that has no row with
-adjustments does not touch them.
+All of this is kept in tensors on the device with one row per slot, so a step with adjustments can be captured in a CUDA
+graph and generate several tokens per replay, like any other. The tensors are allocated once a request needs them. A
+step that has no row with adjustments does not touch them.
 """
 
 from collections.abc import Collection, Sequence

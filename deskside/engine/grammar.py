@@ -1,8 +1,9 @@
 """Answers that follow a grammar: in each step, all tokens that may not come next get the logit -inf.
 
-llguidance computes which (github.com/guidance-ai/llguidance). Of the well-kept libraries, it is the one whose wheels
-need no other package (xgrammar's require torch, triton and transformers) and fit all Python versions, and it refuses
-what it does not support in a JSON schema instead of ignoring it. It computes a mask on the CPU, without Python's lock.
+llguidance computes which ones (github.com/guidance-ai/llguidance). Of the well-maintained libraries, it is the one
+whose wheels need no other package (xgrammar's require torch, triton and transformers) and fit all Python versions, and
+it refuses what it does not support in a JSON schema instead of ignoring it. It computes a mask on the CPU and releases
+the GIL.
 """
 
 import json
@@ -108,7 +109,7 @@ class Grammars:
 
 
 def _contained(source: str, outer: str) -> str:
-    """Return a grammar in Lark that contains another one, a source of llguidance: JSON or Lark."""
+    """Return a grammar in which `outer`, in Lark, contains `source`: JSON of llguidance, or Lark."""
     if source.startswith("{"):
         try:
             inner = json_value(source, big_integers=True)["grammars"][0]

@@ -301,7 +301,7 @@ class PendingBatch:
     rows: Sequence[RowState | None]  # by lane; None if the lane's output is to be ignored
     packed: Tensor  # `steps.StepOutput.packed`, on the host
     options: EngineStepOptions
-    num_tokens: int  # that each row gets at least
+    num_tokens: int  # minimum that each row gets
     started: torch.cuda.Event | None  # recorded before the step, and None on a CPU
     copied: torch.cuda.Event | None  # the same after the copy to the host
 

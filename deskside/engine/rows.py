@@ -20,8 +20,8 @@ def new_rows(
 ) -> list[RowState]:
     """Return the rows of a request, one per sample.
 
-    Without room for a new token, there are no rows, but the first one if the prompt is scored. max_length: of any row,
-    in tokens.
+    Without room for a new token, there are no rows, except the first one if the prompt is scored. max_length: of any
+    row, in tokens.
     """
     max_length = min(max_length, len(request.prompt) + request.max_new_tokens)
     samples = request.samples
@@ -104,7 +104,7 @@ class Rows:
             return self.fail(row, "the model's output is not finite (NaN or infinite) after this prompt")
         if row.scores is not None and not row.max_tokens:  # only its prompt was wanted
             return self.end(row, "length")
-        if output.top:  # a step computes as many for all of its rows
+        if output.top:  # a step computes the same number for all of its rows
             output = output._replace(top=output.top[: request.top_logprobs])
         if token in request.eos_tokens or token in request.stop_tokens:
             event = self.end(row, "eos" if token in request.eos_tokens else "stop")

@@ -1,6 +1,6 @@
 """Sampling of the next token from logits.
 
-The settings are applied in this order. Each filter sees the renormalised distribution that the previous ones left:
+The settings are applied in this order. Each filter sees the renormalized distribution that the previous ones left:
 
     bias and penalties  see adjustments.py
     grammar             removes the tokens that may not come next (grammar.py)
@@ -233,7 +233,7 @@ def ranking_width(samplings: Iterable[Sampling], vocabulary: int) -> int:
 def candidates(logits_BV: Tensor, settings: SamplingTensors, width: int) -> tuple[Tensor, Tensor]:
     """Return the filtered distribution and its tokens: (log_p_BW, token_BW).
 
-    log_p_BW is float32 and normalised over W; it is -inf for tokens that a filter removed. The most probable token is
+    log_p_BW is float32 and normalized over W; it is -inf for tokens that a filter removed. The most probable token is
     first, except for width UNRANKED: then all tokens are in order of their ids. `width` must not be GREEDY_ONLY.
     """
     V = logits_BV.shape[1]
@@ -289,7 +289,7 @@ def draw(
         log_p_BW, token_BW = candidates(adjusted_BV, settings, width)
         winner_B1 = gumbel_argmax(log_p_BW, settings.stream_B, count_B, counter_rng.DRAW, token_BW)[:, None]
         token_B = token_BW.gather(1, winner_B1)[:, 0]
-        # One NaN or +inf logit makes the normalised log-probability of every token NaN.
+        # One NaN or +inf logit makes the normalized log-probability of every token NaN.
         decided_B = log_p_BW.gather(1, winner_B1)[:, 0]
         sampled_B = decided_B if logprobs else None
         token_B = torch.where(decided_B.isfinite(), token_B, NOT_FINITE)
@@ -309,7 +309,7 @@ def raw_logprobs(logits_BV: Tensor, settings: SamplingTensors, token_BK: Tensor)
 def gumbel_argmax(
     log_p_BW: Tensor, stream_B: Tensor, count_B: Tensor, purpose: int, token_BW: Tensor
 ) -> Tensor:
-    """Sample from log_p_BW, which need not be normalised. Return indices of candidates: int64 (B,)."""
+    """Sample from log_p_BW, which need not be normalized. Return indices of candidates: int64 (B,)."""
     return (log_p_BW - counter_rng.exponentials(stream_B, count_B, purpose, token_BW).log()).argmax(-1)
 
 

@@ -2,7 +2,7 @@
 
 The draft model samples d_1..d_n from its distributions q_1..q_n. One forward pass of the target model yields
 p_1..p_(n+1). d_i is accepted with probability min(1, p_i(d_i) / q_i(d_i)). At the first rejection, a token is sampled
-from max(0, p_i - q_i), renormalised; if all are accepted, one more is sampled from p_(n+1). Every token then has
+from max(0, p_i - q_i), renormalized; if all are accepted, one more is sampled from p_(n+1). Every token then has
 the target's exact distribution (Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318). p and q
 are the distributions after adjustments, temperature and filters, so this holds for all settings; greedy distributions
 are one-hot.

@@ -178,7 +178,7 @@ def load_hf(
 
     dtype: dtype of weights with two or more dimensions; the others are float32. Raises UsageError for an unsupported
     architecture, option or tensor, and RunError if config.json or the weights are damaged. Of a model with images, only
-    the text model is loaded, which is said.
+    the text model is loaded, and a message says so.
     """
     source = read_json_object(folder / "config.json")
     try:
@@ -207,7 +207,8 @@ def load_hf(
 def read_parts(
     parts: Sequence[LogicalTensor], tensor: Tensor, config: ModelConfig, family: Family, name: str
 ) -> None:
-    """Set the tensors that Hugging Face stacks in `tensor`. Raises RunError if its shape is another; name: for that."""
+    """Set our tensors from `tensor`, in which Hugging Face stacks them. Raises RunError with `name` for a wrong
+    shape."""
     if tuple(tensor.shape) != (expected := hf_shape(parts, family, config)):
         raise RunError(f"{name} is {tuple(tensor.shape)}, its config.json needs {expected}")
     tensor = from_hf_layout(tensor, parts, family, config)
@@ -244,7 +245,7 @@ class _StoredTensors:
             self.file_of |= dict.fromkeys(file.keys(), file)
 
     def keep_part(self, prefix: str) -> int:
-        """Leave out the tensors without a prefix, which the others lose. Return how many they are."""
+        """Drop the tensors whose names lack the prefix, and strip it from the others. Return how many were dropped."""
         names = [name for name in self.file_of if name.startswith(prefix)]
         left_out = len(self.file_of) - len(names)
         self.file_of = {name.removeprefix(prefix): self.file_of[name] for name in names}

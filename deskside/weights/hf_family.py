@@ -81,7 +81,7 @@ class Family:
         options: Options of ModelConfig for which the architecture has only one value.
         constants: Fields of config.json for which only one value is supported.
         written: Fields that are written and never read.
-        conditions: (text, holds): what an export needs of a ModelConfig besides.
+        conditions: (text, holds): further requirements of an export on a ModelConfig.
         windows: None if it has no sliding windows.
         rope_theta: The base if config.json has none.
         rope_names: Its names of rope_theta and partial_rotary_factor before transformers 5.
@@ -92,7 +92,7 @@ class Family:
         prefix: Prefix of tensor names that some checkpoints omit.
         buffers: Suffixes of stored tensors that are not weights.
         norm_offset: Added to the stored weight of a norm to get ours: 1 in Gemma.
-        stacked_by_head: A tensor with q, k and v has those of a head together (q0 k0 v0 q1 ...).
+        stacked_by_head: A tensor of q, k and v is grouped by head (q0 k0 v0 q1 ...).
         quantization: quant_method of checkpoints whose weights are converted as they are loaded; others are refused.
         stacked_experts: One tensor has a projection of all experts, (E, in, out), in which gate and up alternate.
         multimodal: model_type of models with images whose text part, under text_config, has this architecture.

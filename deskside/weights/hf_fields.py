@@ -151,7 +151,7 @@ def softcap(name: str, default: float | None) -> Field:
 
 
 def _whole_scalar(config: ModelConfig) -> bool:
-    """Return True if transformers, whose query_pre_attn_scalar is an integer, has the factor of the scores."""
+    """Return True if the factor of the scores is 1 / sqrt(n) for an integer n, as query_pre_attn_scalar requires."""
     factor = config.attention_multiplier
     return factor is None or round(factor**-2) ** -0.5 == factor
 
@@ -181,7 +181,7 @@ def all_but_every(period: int) -> Callable[[Mapping[str, Any], int], list[bool]]
 
 
 def layers_without_rope(source: Mapping[str, Any], layers: int) -> list[bool]:
-    """Return the default of SmolLM3."""
+    """Return the default of SmolLM3: a window in the layers without RoPE."""
     pattern = SMOLLM3["rope_pattern"].value(source) or "R"
     return [pattern[layer % len(pattern)] == "N" for layer in range(layers)]
 
@@ -197,7 +197,7 @@ def from_layer(first: int) -> Callable[[Mapping[str, Any], int], list[bool]]:
 
 
 def every_layer(source: Mapping[str, Any], layers: int) -> list[bool]:
-    """Return a window for each layer."""
+    """Return the default of families in which every layer has a window."""
     return [True] * layers
 
 

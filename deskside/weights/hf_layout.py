@@ -1,4 +1,4 @@
-"""The layouts of Hugging Face for what are rows of logical tensors here: stacked, interleaved, transposed."""
+"""Conversion between logical tensors and Hugging Face's layouts of them: stacked, interleaved, transposed."""
 
 from collections.abc import Sequence
 
@@ -13,7 +13,7 @@ from deskside.weights.hf_family import Family
 def to_hf_layout(
     values: Sequence[Tensor], parts: Sequence[LogicalTensor], family: Family, config: ModelConfig
 ) -> Tensor:
-    """Return one tensor of Hugging Face's from the values of the logical tensors that are stacked in it."""
+    """Return the tensor in which Hugging Face stacks these logical tensors, from their values."""
     tensor = values[0] if len(values) == 1 else torch.cat(list(values))
     if _has_stacked_experts(parts, family):
         tensor = tensor.unflatten(0, (config.num_experts, _projections(parts, config), -1))
@@ -27,7 +27,7 @@ def to_hf_layout(
 def from_hf_layout(
     tensor: Tensor, parts: Sequence[LogicalTensor], family: Family, config: ModelConfig
 ) -> Tensor:
-    """Return the logical tensors that are stacked in one of Hugging Face's, one after the other along the rows."""
+    """Return the logical tensors that Hugging Face stacks in `tensor`, one after the other along the rows."""
     if _has_stacked_experts(parts, family):
         tensor = tensor.mT if parts[0].kind == "matrix" else tensor
         return tensor.unflatten(1, (-1, _projections(parts, config))).transpose(1, 2).flatten(0, 2)

@@ -77,7 +77,7 @@ class Loaded:
 
 
 def warn_if_unfinished(loaded: Loaded, warn: Callable[[str], None] = say) -> None:
-    """Warn that the weights of a run are those of a step before its end. A checkpoint that was named is no surprise."""
+    """Warn if the weights of a run are from a step before its end, unless the user named the checkpoint."""
     path = loaded.run_dir
     if loaded.kind != "run" or path is None or loaded.step is None or (path / "summary.json").exists():
         return

@@ -1,7 +1,7 @@
 """adapter_config.json of the PEFT library: which adapters a directory holds, and with which factors they are applied.
 
-PEFT itself attaches adapters to transformers' modules, and ours are other ones, so this reads its files. What the
-file says that would change the model's output and is not supported is refused by name, also what is newer than this.
+PEFT itself attaches adapters to transformers' modules, which deskside does not use, so this module reads PEFT's files.
+Unsupported settings that would change the model's output are refused by name, including unknown ones of newer versions.
 """
 
 import re

@@ -26,7 +26,7 @@ class Placement(NamedTuple):
 def placements(adapters: PeftAdapters, config: ModelConfig) -> tuple[list[Placement], list[str]]:
     """Return the adapters of the Linears of the blocks, and the names of everything else that the directory changes.
 
-    Raises UsageError for modules that the model does not have, and RunError for another shape.
+    Raises UsageError for modules that the model does not have, and RunError for a wrong shape.
     """
     with torch.device("meta"):
         skeleton = Transformer(config)  # has the names of all weights, also if those of the model are codes

@@ -1,6 +1,6 @@
 """The parts of an answer: reasoning, text, and tool calls, found while the answer is still generated.
 
-A call is recognised when its name and the beginning of its arguments are there. From then on, its arguments are passed
+A call is recognized when its name and the beginning of its arguments are there. From then on, its arguments are passed
 on as they come. What looks like a call but is none, such as a call of a function that the request does not offer, is
 text of the answer: nothing is lost, except white space around calls and reasoning.
 """

@@ -1,4 +1,4 @@
-"""Formats of records with conversations. Each record is recognised on its own, by its fields.
+"""Formats of records with conversations. Each record is recognized on its own, by its fields.
 
     OpenAI      messages: [{"role": "user", "content": "..."}, ...]
     ShareGPT    conversations: [{"from": "human", "value": "..."}, ...]

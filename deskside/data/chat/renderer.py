@@ -174,7 +174,8 @@ class Renderer:
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """True if the template writes only contents that are lists of parts, as some of multimodal models do."""
+        """True if the template writes only contents that are lists of parts, as templates of some multimodal models
+        do."""
 
         def is_written(content: Any) -> bool:
             try:

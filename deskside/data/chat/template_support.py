@@ -30,7 +30,7 @@ _TRIAL_TOOL = {
         "parameters": {"type": "object", "properties": {f"{TRIAL_WORD}key": {"type": "string"}}},
     },
 }
-_TRIAL_WORDS = {  # that must be written for a field with the trial value
+_TRIAL_WORDS = {  # words that must be written for a field with the trial value
     "tool_calls": [f"{TRIAL_WORD}{part}" for part in ("name", "key", "value")],
     "tools": [f"{TRIAL_WORD}{part}" for part in ("name", "description", "key")],
 }

@@ -251,7 +251,7 @@ def read_validation_texts(
 def labelled_source(spec: str) -> Source:
     """Resolve a spec string, or one with a language before it such as hi=hindi.txt. Raises as `Source.parse`.
 
-    Existing paths, and patterns that match one, are never split at the equals sign, such as year=2024/*.jsonl.
+    Existing paths are never split at the equals sign, and neither are patterns that match one (year=2024/*.jsonl).
     """
     labelled = _LABELLED.fullmatch(spec)
     if labelled is None or Path(spec).exists() or glob.glob(spec, recursive=True):

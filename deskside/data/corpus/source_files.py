@@ -69,8 +69,7 @@ def first_change(before: Sequence[FileRecord], now: Sequence[FileRecord]) -> str
 
 
 def sources_changed(out: Path, what: str = "the text of the sources") -> UsageError:
-    """Return the error for sources that are not those of the data in `out`. what: the thing that has changed, such as a
-    file."""
+    """Return the error for sources that are not those of the data in `out`. what: the changed thing."""
     return UsageError(
         f"--out {out}: {what} has changed since this data was begun. Give another --out, or --no-resume to replace it."
     )

@@ -186,7 +186,7 @@ class _Curation:
         self._save()
 
     def _resume(self, state: CurationState) -> None:
-        """Take over what `state` says. Raises UsageError if it is of other arguments, or of other text."""
+        """Take over the progress in `state`. Raises UsageError if its arguments or its text differ."""
         if difference := describe_difference(state.arguments, self.arguments):
             raise UsageError(
                 f"--out {self.out}: was curated with other arguments ({difference}). Give another --out, or "
@@ -207,7 +207,7 @@ class _Curation:
         return record_files(self.sources, known, quiet=self.options.reading.quiet)
 
     def _is_of_this_text(self) -> bool:
-        """Read all documents, and return True if it is these that were written."""
+        """Read all documents, and return True if they are the ones that were written."""
         with ProgressBar("compare", None, "MB", quiet=self.options.reading.quiet) as bar:
             keys = []
             for batch in self._batches(BadInputLog()):
@@ -362,7 +362,7 @@ class _Curation:
     def _final(
         self, batch: DocumentBatch, duplicates: Duplicates, part: Path, origins: Mapping[int, str]
     ) -> list[DocumentVerdict | None]:
-        """Return the verdicts of a batch, and set the identified languages of its documents without one."""
+        """Return the verdicts of a batch, and set the identified language of each document that has none."""
         result: list[DocumentVerdict | None] = []
         for i, (language, verdict) in enumerate(saved_findings.read_verdicts(part)):
             batch.languages[i] = batch.languages[i] or language

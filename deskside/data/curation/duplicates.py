@@ -1,4 +1,4 @@
-"""Which document each duplicate duplicates: exact ones by a hash of the text, then near-duplicates by signature."""
+"""Search for duplicate documents: exact ones by a hash of the text, then near-duplicates by signature."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def find_duplicates(
         minima: Signatures, shape [documents, MINIMA].
         present: Shape [documents].
         has_words: Shape [documents]. A document without words is no near-duplicate.
-        similarity: From which documents count as near-duplicates; None keeps these.
+        similarity: From this value on, documents count as near-duplicates; None keeps these.
     """
     own = np.arange(len(present))
     remaining = np.flatnonzero(present)

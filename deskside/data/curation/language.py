@@ -1,5 +1,5 @@
-"""Language identification by py3langid, which knows 140 languages; of those installed from PyPI with their model, it is
-the fastest and the only one that covers Kannada and Malayalam too (lingua has neither).
+"""Language identification by py3langid, which knows 140 languages. Of the identifiers that PyPI installs with their
+model, it is the fastest and the only one that covers Kannada and Malayalam too (lingua has neither).
 """
 
 from __future__ import annotations

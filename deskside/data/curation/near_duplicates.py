@@ -26,8 +26,8 @@ _FOUND = 0.999  # probability that documents of exactly the wanted similarity be
 def signatures(words: Words) -> NDArray[np.uint32]:
     """Return the minima of each text, shape [texts, MINIMA]; the largest value everywhere for a text without words.
 
-    A text of fewer than five words has one shingle, all its words. The minima of a document in pieces are the smaller
-    ones of those of its pieces.
+    A text of fewer than five words has one shingle, all its words. For a document in pieces, each minimum is the
+    smallest of those of its pieces.
     """
     from rensa import RMinHash
 

@@ -3,9 +3,9 @@
 Sources: Gopher (Rae et al. 2021, arXiv 2112.11446, appendix A.1), C4 (Raffel et al. 2019, arXiv 1910.10683, section
 2.2) and FineWeb (Penedo et al. 2024, arXiv 2406.17557, section 3.6). The limits are theirs. What differs, and why:
 
-- Words are those of `words`. The maximum of their mean length, 10, is without combining marks, with which words of
-  Malayalam are longer on average; the minimum, 3, is with marks, without which those of Hindi are shorter. In scripts
-  without spaces the length is not limited.
+- Words are those of `words`. The maximum mean length, 10, does not count combining marks, because with them words
+  of Malayalam are longer on average. The minimum, 3, counts them, because without them words of Hindi are shorter. In
+  scripts without spaces the length is not limited.
 - Ends of sentences are those of all scripts, such as the danda, with closing quotes and brackets after them.
 - The two stop words of English that Gopher wants are only looked for in documents that are English.
 - Gopher's maximum of 100,000 words would remove books and is left out, as are its limits for duplicate paragraphs,
@@ -13,10 +13,11 @@ Sources: Gopher (Rae et al. 2021, arXiv 2112.11446, appendix A.1), C4 (Raffel et
 - C4 removes lines; here a document is removed as a whole, by C4's rules for pages.
 
 By default, only text that repeats itself is removed. The other rules were made for pages of the English web: they also
-remove short documents, poems, dialogue and lists, and C4's curly brackets all text with code or formulas.
+remove short documents, poems, dialogue and lists, and C4's rule on curly brackets removes all text with code or
+formulas.
 
 A document of more than a million characters is measured in pieces of that size (duplicates: within a piece), and its
-shares are those of the sums.
+shares are computed from the sums.
 """
 
 from __future__ import annotations
@@ -211,8 +212,8 @@ def _sorted_with_index(hashes: NDArray[np.uint64]) -> tuple[NDArray[np.int64], N
     """Return the order that sorts hashes, equal ones by their place, and which of the sorted ones differ from the last.
 
     The place replaces the lowest bits of the hash, and the numbers are sorted: NumPy sorts numbers several times faster
-    than it finds their order. The 48 bits that stay of 45,000 hashes, as a block of text has, are equal by chance for a
-    pair in 300,000 blocks.
+    than it finds their order. A block of text has 45,000 hashes. In one of 300,000
+    blocks, two of them have the same remaining 48 bits by chance.
     """
     mask = np.uint64((1 << len(hashes).bit_length()) - 1)
     keys = np.sort((hashes & ~mask) | np.arange(len(hashes), dtype=np.uint64))

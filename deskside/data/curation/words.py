@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from deskside.utils.splitmix import MULTIPLIER_1, MULTIPLIER_2, derive_seed
 
-PIECE = 1 << 20  # characters of a text that are analysed at once; the arrays take about 150 bytes for each
+PIECE = 1 << 20  # characters of a text that are analyzed at once; the arrays take about 150 bytes for each
 _BASE = derive_seed(0, "polynomial hash") | 1  # odd, so that it has an inverse modulo 2^64
 _INVERSE = pow(_BASE, -1, 1 << 64)
 
@@ -237,7 +237,7 @@ def pieces(text: str) -> list[str]:
 def seams(parts: Sequence[str], count: int) -> list[str]:
     """Return, for each place where `pieces` cut a text, the `count` words before and after it as one text.
 
-    A sequence of up to count + 1 words that lies across a cut is in one of them, also if it lies across several cuts.
+    A sequence of up to count + 1 words that lies across a cut is in one of them, even if it lies across several cuts.
     """
     result, before = [], ""
     for part, following in pairwise(parts):

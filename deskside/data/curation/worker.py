@@ -1,4 +1,4 @@
-"""The work of the processes that curate: analyse the documents of a batch, and write them with their verdicts."""
+"""The work of the processes that curate: analyze the documents of a batch, and write them with their verdicts."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ _SURE = 0.65  # confidence from which a document without a label gets a language
 _MISLABELLED = (
     0.9  # confidence from which a label is wrong; some Marathi is taken for Sanskrit or Konkani with 0.74
 )
-_BLOCK = PIECE // 4  # characters analysed at once, so that the arrays stay in the processor's cache
+_BLOCK = PIECE // 4  # characters analyzed at once, so that the arrays stay in the processor's cache
 _SAMPLES, _SAMPLE_CHARACTERS = 3, 300
 
 
 @dataclass
 class Findings:
-    """The results of analysing the documents of a batch.
+    """The results of analyzing the documents of a batch.
 
     hash: of the exact text, shape [documents, 2]. minima: shape [documents, MINIMA]. words: whether it has any.
     language: the identified one if it has none, "" if that is uncertain. verdict: (reason, detail) of the filter that
@@ -66,7 +66,7 @@ def start_worker(filters: tuple[str, ...], languages: tuple[str, ...], ngrams: E
 
 
 def analyse(texts: Sequence[bytes], languages: Sequence[str]) -> Findings:
-    """Analyse documents in UTF-8. languages: as they are labelled, or ""."""
+    """Analyze documents in UTF-8. languages: as they are labelled, or ""."""
     assert _tools is not None, "start_worker has not been called in this process"
     count = len(texts)
     minima = np.full((count, MINIMA), np.iinfo(np.uint32).max, np.uint32)

@@ -219,8 +219,8 @@ class Loader:
 def future_targets(targets_BT: torch.Tensor, positions_BT: torch.Tensor, count: int) -> torch.Tensor:
     """Return the `count` tokens after each token's target, (B, T, count); -100 beyond its document's piece in the row.
 
-    positions_BT: positions within pieces, from 0. A token has the piece of the token k before it if its position is at
-    least k.
+    positions_BT: positions within pieces, from 0. A token is in the same piece as the token k places before it if its
+    position is at least k.
     """
     found_BTK = targets_BT.new_full((*targets_BT.shape, count), IGNORE)
     for k in range(1, min(count, targets_BT.shape[1] - 1) + 1):

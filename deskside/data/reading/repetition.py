@@ -37,8 +37,8 @@ def highest_temperature(
 ) -> float | None:
     """Return the highest temperature, in hundredths, at which no component is read more than `max_epochs` times.
 
-    Infinity if even equal shares do not read one more often, and None if natural shares (T = 1) do. As weights are
-    rounded to rows, a slightly higher one may be possible too. Arguments: see `epochs_at_temperature`.
+    Infinity if this holds even for equal shares, and None if it does not hold for natural shares (T = 1). As weights
+    are rounded to rows, a slightly higher one may be possible too. Arguments: see `epochs_at_temperature`.
     """
 
     def allowed(hundredths: float) -> bool:

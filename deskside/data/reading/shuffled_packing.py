@@ -4,7 +4,7 @@ With best-fit packing (`packing`), only the order of the rows changes from epoch
 same neighbors, the same place in its row, and the same cuts. Over many epochs of a small corpus, a model can memorize
 these. Here, each epoch is a new permutation of all documents, read as one stream; row r has the tokens r T to (r + 1) T
 of the stream. This is the document shuffling of slowrun (github.com/qlabs-eng/slowrun, train.py,
-`doc_shuffle`). Its price is that every row but the last is full, and so most rows cut a document.
+`doc_shuffle`). The price is that most rows cut a document, because every row but the last is full.
 
 Every epoch has the same number of rows. So a position in the order of the data gives an epoch and a row without a look
 at earlier epochs, and a run can be resumed anywhere.
@@ -67,7 +67,7 @@ def max_pieces(packings: list[ShuffledPacking], rows: int) -> int:
     """Return an upper bound on the pieces, padding included, in `rows` consecutive rows of any order of the data.
 
     A row has at most two pieces that are not whole documents, or one and the padding. The whole documents have at most
-    the tokens of the rows; a document comes once in an epoch, and the rows may lie in several epochs.
+    as many tokens as the rows; a document comes once in an epoch, and the rows may lie in several epochs.
     """
     lengths = [np.tile(p.length, rows // p.num_rows + 2) for p in packings]
     smallest_first = np.cumsum(np.sort(np.concatenate(lengths)), dtype=np.int64)

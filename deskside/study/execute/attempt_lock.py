@@ -1,5 +1,4 @@
-"""The lock that a trial's process on another machine holds until it ends, even if the study has lost contact with
-it."""
+"""A lock that a trial's process on another machine holds until it ends, even if the study has lost its connection."""
 
 import contextlib
 import fcntl

@@ -1,4 +1,5 @@
-"""The answer of a group of arms in one metric: the best arm, its difference from the baseline, and if that is shown."""
+"""The answer of a group of arms in one metric: the best arm, its difference from the baseline, and whether that is
+shown."""
 
 from dataclasses import dataclass
 from typing import Literal
