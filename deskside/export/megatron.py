@@ -33,7 +33,7 @@ from deskside.weights.hf import by_hf_name, load_hf, read_parts, save_hf, to_hf
 from deskside.weights.hf_config import to_hf_config
 from deskside.weights.hf_families import family_of
 
-TRACKER = "latest_checkpointed_iteration.txt"  # which of the folders beside it Megatron-LM reads
+TRACKER = "latest_checkpointed_iteration.txt"  # names the folder beside it that Megatron-LM reads
 RELEASE = "release"  # its name for weights without optimizer states
 FAMILIES = ("qwen3", "llama")
 
@@ -231,7 +231,7 @@ def _newest(checkpoint: Path) -> Path:
 
 
 def gpt_model(source: dict[str, Any]) -> Any:
-    """Return megatron-core's model on the CPU, with weights that are not set."""
+    """Return megatron-core's model on the CPU, with uninitialized weights."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
     from megatron.core.transformer.transformer_config import TransformerConfig

@@ -168,7 +168,7 @@ class PipelineRequest:
         probes: Directory of the probe store.
         length: Length of the pretraining, in steps or tokens; None fills the hours.
         gpus: Processes that train.
-        own_corpus: Regularise for many epochs, as the planner's own-corpus mode.
+        own_corpus: Regularize for many epochs, as the planner's own-corpus mode.
     """
 
     hours: float

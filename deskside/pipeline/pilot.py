@@ -173,7 +173,7 @@ class Pilot(Callback):
             self.result["better"] = {"name": self.projection.band["name"], "bpb": self.projection.bpb}
 
     def _stop_for(self, decision: str) -> None:
-        """Request a stop, unless the user has. The decision is kept in pilot.json in any case, for --resume."""
+        """Request a stop, unless the user already has. The decision is kept in pilot.json in any case, for --resume."""
         assert self.result is not None
         self.result["decision"] = decision
         self.stop.requested = self.stop.requested or decision

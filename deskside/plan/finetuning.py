@@ -27,9 +27,9 @@ METHODS: dict[str, dict[str, Any] | None] = {
 
 @dataclass(frozen=True)
 class FinetuningNeed:
-    """answer: as in `plan.verdict`, or "unsupported". memory_bytes: of the GPU, as expected; None if unsupported.
+    """Verdict on fine-tuning a model. answer: as in `plan.verdict`, or "unsupported". reasons: texts for people.
 
-    With "no", memory_bytes is the least that any combination of options needs. reasons: texts for people.
+    memory_bytes: expected GPU memory; with "no", the least that any combination of options needs; None if unsupported.
     """
 
     answer: Literal["yes", "yes-if", "no", "unsupported"]

@@ -1,10 +1,10 @@
-"""Regularisation of runs that read a small corpus many times: the best checkpoint, and what own-corpus mode adds.
+"""Regularization of runs that read a small corpus many times: the best checkpoint, and what own-corpus mode adds.
 
 Up to `MAX_EPOCHS` epochs nothing changes. Beyond, every planned run keeps its best checkpoint:
 
 - The checkpoint with the lowest validation loss is kept, and evaluations are frequent enough to find it: 20 over the
-  run, as the warning of overfitting needs seven. Without it, a run of 12 minutes that read 28,723 tokens 40 times ended
-  with 4.896 bits per byte, after 2.854 in the ninth epoch.
+  run, because the overfitting warning needs seven. Without it, a run of 12 minutes that read 28,723 tokens 40 times
+  ended with 4.896 bits per byte, after 2.854 in the ninth epoch.
 
 Own-corpus mode (`--own-corpus`) adds:
 

@@ -246,7 +246,7 @@ def architecture_factor(gpu: Gpu) -> tuple[float, str]:
 
 @dataclass(frozen=True)
 class Speedup:
-    """speed: tokens per second in FP8 relative to BF16. source: measured or published, and from which runs."""
+    """FP8 speed-up. speed: tokens per second relative to BF16. source: measured or published, and from which runs."""
 
     speed: float
     source: str

@@ -58,7 +58,7 @@ class PlanRequest:
     """The input of the planner.
 
     Attributes:
-        own_corpus: Regularise runs that read a small corpus many times (`plan/own_corpus.py`).
+        own_corpus: Regularize runs that read a small corpus many times (`plan/own_corpus.py`).
         context: GPUs that share every row (`parallel.context`).
         overrides: Configuration set by the user, which takes precedence over the planner's choices.
         setup_seconds, measured_watts, measured_fp8: Results of the probe on this card, None if it did not run.

@@ -1,7 +1,7 @@
 """POST /v1/embeddings: the mean over a text's tokens of the hidden states after the final norm.
 
 This is mean pooling of transformers' `last_hidden_state`, over the same tokens as a prompt of completions has. The
-vectors are not normalised.
+vectors are not normalized.
 """
 
 import base64

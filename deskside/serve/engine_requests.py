@@ -1,4 +1,4 @@
-"""The engine's requests for a request of the API."""
+"""Conversion of an API request to engine requests."""
 
 import os
 from collections.abc import Sequence

@@ -184,7 +184,7 @@ class PendingResponse:
 
 
 def _json(response: Mapping[str, Any]) -> bytes:
-    """Return a response in JSON. Its choices are encoded one by one, because json keeps Python's lock until its end."""
+    """Return a response in JSON. Its choices are encoded one by one, because json holds the GIL until it is done."""
 
     def encoded(value: Any) -> str:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))

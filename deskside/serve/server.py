@@ -68,7 +68,8 @@ class ServerOptions:
 class DrainingServer(uvicorn.Server):
     """uvicorn's server, which lets admitted requests finish after SIGINT or SIGTERM.
 
-    It listens on, so that new requests get 503 and not a refused connection, until none runs or after `drain_seconds`.
+    It keeps listening until none runs or `drain_seconds` have passed, so that new requests get 503 and not a refused
+    connection.
     A second signal stops it at once.
     """
 

@@ -16,7 +16,7 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 class FunctionDefinition(StrictModel):
     """A function. parameters: the JSON schema of its arguments; no parameters without it.
 
-    strict: whether also a call that the model decides to make follows the schema. A required one always does.
+    strict: whether a call that the model chooses to make follows the schema too. A required call always does.
     """
 
     name: FunctionName
@@ -102,7 +102,7 @@ class ToolFields(StrictModel):
         return self.requires_call or strict or self.parallel_tool_calls is False
 
     def check_tools(self) -> None:
-        """Raise UsageError for tools with the same name, and for a choice that no tool can fulfil."""
+        """Raise UsageError for tools with the same name, and for a choice that no tool can fulfill."""
         names = [function.name for function in self.offered_functions]
         if len(names) != len(set(names)):
             raise UsageError("tools: two functions have the same name; rename one")

@@ -20,7 +20,7 @@ POLICY = (
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
     "require-trusted-types-for 'script'; trusted-types dompurify"
 )
-# Not mimetypes, whose table is extended by the machine's own, which may say anything of .js. Any other is text/plain.
+# Not mimetypes: the machine's own table extends it, and may say anything of .js. Any other file is text/plain.
 TYPES = {
     ".css": "text/css",
     ".html": "text/html",
@@ -31,7 +31,8 @@ TYPES = {
 
 
 class WebFiles:
-    """Answers requests for the page's files. Nothing else on the disk can be reached, because none is opened later."""
+    """Answers requests for the page's files. Nothing else on the disk can be reached, because no file is opened
+    later."""
 
     def __init__(self) -> None:
         self._files = dict(_read(files("deskside.serve").joinpath("web"), ""))

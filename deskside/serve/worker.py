@@ -29,7 +29,7 @@ STOPPING = "the server is stopping"
 class RequestHandle:
     """A submitted request. `on_message` is called on the event loop with each event, and with an error if there is one.
 
-    An error is the last message: UsageError if the engine rejects the request or cannot fulfil it, RunError if the
+    An error is the last message: UsageError if the engine rejects the request or cannot fulfill it, RunError if the
     request fails or the server stops.
     """
 

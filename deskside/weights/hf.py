@@ -207,8 +207,10 @@ def load_hf(
 def read_parts(
     parts: Sequence[LogicalTensor], tensor: Tensor, config: ModelConfig, family: Family, name: str
 ) -> None:
-    """Set our tensors from `tensor`, in which Hugging Face stacks them. Raises RunError with `name` for a wrong
-    shape."""
+    """Set our tensors from `tensor`, in which Hugging Face stacks them. Raises RunError for a wrong shape.
+
+    name: of `tensor` in the error.
+    """
     if tuple(tensor.shape) != (expected := hf_shape(parts, family, config)):
         raise RunError(f"{name} is {tuple(tensor.shape)}, its config.json needs {expected}")
     tensor = from_hf_layout(tensor, parts, family, config)

@@ -14,8 +14,7 @@ from deskside.weights.hf_family import Family
 
 @dataclass(frozen=True)
 class PublishedCheckpoint:
-    """A checkpoint on huggingface.co. hf_config: the part of its config.json that sets sizes; model: the same as
-    ours."""
+    """A checkpoint on huggingface.co. hf_config: the part of its config.json that sets sizes; model: our version."""
 
     name: str
     family: Family

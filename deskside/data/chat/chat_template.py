@@ -123,7 +123,7 @@ class ChatTemplate:
     def _check_complete(self, conversation: Conversation, marked: MarkedText) -> None:
         """Raise NotRendered if the text lacks a message's content or reasoning. White space may differ.
 
-        Of turns that are not learnt, a template may leave out the reasoning, as it does in a chat.
+        Of turns that are not learned, a template may leave out the reasoning, as it does in a chat.
         """
 
         def is_written(part: str) -> bool:

@@ -174,8 +174,7 @@ class Renderer:
 
     @cached_property
     def _wants_parts(self) -> bool:
-        """True if the template writes only contents that are lists of parts, as templates of some multimodal models
-        do."""
+        """True if the template writes contents only as lists of parts, as that of some multimodal models."""
 
         def is_written(content: Any) -> bool:
             try:

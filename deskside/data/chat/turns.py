@@ -8,7 +8,7 @@ Usually every such rendering is a beginning of the whole text. But some template
 message follows: Qwen3's removes the reasoning of earlier answers. Then the text is put together from the turns as the
 model generates them, each as the last one of the conversation, and what the template writes between them. That is also
 the text of TRL's training templates, which keep every turn as it was generated. If even the end of a turn depends on
-what follows, as in the template of gpt-oss, a turn is learnt only if the whole text has it exactly as the model
+what follows, as in the template of gpt-oss, a turn is learned only if the whole text has it exactly as the model
 generates it.
 """
 

@@ -1,4 +1,5 @@
-"""Search for duplicate documents: exact ones by a hash of the text, then near-duplicates by signature."""
+"""Find the document that each duplicate repeats: exact ones by a hash of the text, then near-duplicates by
+signature."""
 
 from __future__ import annotations
 

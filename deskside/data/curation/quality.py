@@ -212,8 +212,8 @@ def _sorted_with_index(hashes: NDArray[np.uint64]) -> tuple[NDArray[np.int64], N
     """Return the order that sorts hashes, equal ones by their place, and which of the sorted ones differ from the last.
 
     The place replaces the lowest bits of the hash, and the numbers are sorted: NumPy sorts numbers several times faster
-    than it finds their order. A block of text has 45,000 hashes. In one of 300,000
-    blocks, two of them have the same remaining 48 bits by chance.
+    than it finds their order. A block of text has 45,000 hashes. In one of 300,000 blocks, two of them
+    have the same remaining 48 bits by chance.
     """
     mask = np.uint64((1 << len(hashes).bit_length()) - 1)
     keys = np.sort((hashes & ~mask) | np.arange(len(hashes), dtype=np.uint64))

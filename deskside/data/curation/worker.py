@@ -66,7 +66,7 @@ def start_worker(filters: tuple[str, ...], languages: tuple[str, ...], ngrams: E
 
 
 def analyse(texts: Sequence[bytes], languages: Sequence[str]) -> Findings:
-    """Analyze documents in UTF-8. languages: as they are labelled, or ""."""
+    """Analyze documents in UTF-8. languages: as they are labeled, or ""."""
     assert _tools is not None, "start_worker has not been called in this process"
     count = len(texts)
     minima = np.full((count, MINIMA), np.iinfo(np.uint32).max, np.uint32)

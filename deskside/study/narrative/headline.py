@@ -1,5 +1,4 @@
-"""The answer of a group of arms in one metric: the best arm, its difference from the baseline, and whether that is
-shown."""
+"""The answer of a group in one metric: the best arm, its difference from the baseline, and whether that is shown."""
 
 from dataclasses import dataclass
 from typing import Literal

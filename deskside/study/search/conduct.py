@@ -68,7 +68,7 @@ def conduct(
             write_outcome(outcome, folder.path)
 
         queue.on_change = write_progress
-        # The winner stays what it was when its confirmation began, also if a resume had time for more trials.
+        # The winner stays what it was when its confirmation began, even if a resume has time for more trials.
         stopped = None if folder.confirm.begun else runner.run_queue(queue)
         runner.write_results()
         spent.save()

@@ -1,8 +1,8 @@
 """The trials of a search as the runner takes them: suggested, checked by the planner, ended early, reported to Optuna.
 
 Optuna's study is written before a trial starts and after the runner's journal has its end. So after a kill, a trial
-that Optuna takes for running has ended (`catch_up` tells it), was started (it is continued), or was only suggested (it
-is started).
+that Optuna considers running has ended (`catch_up` reports it), was started (it is continued), or was only suggested
+(it is started).
 """
 
 from collections import deque
@@ -55,7 +55,7 @@ class _Watched:
 
 
 class _TimeLeft(RemainingTime):
-    """The rest of the hours, for the progress display: how many trials there will be is not known."""
+    """The time left of the hours, for the progress display. The number of trials is not known in advance."""
 
     def __init__(self, spent: SpentTime, seconds: float):
         super().__init__({}, 1)
@@ -148,7 +148,7 @@ class SearchQueue:
         if not self._runner.plan.arms:
             told = self._suggestions.trials()[key].attributes
             raise RunError(f"{MAX_MISSES} trials in a row are not possible; the last: {told['reason']}")
-        self._over = True  # what is possible in this space was tried
+        self._over = True  # everything possible in this space was tried
         return None
 
     def put_back(self, trial: ArmAndSeed) -> None:
