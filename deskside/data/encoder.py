@@ -1,6 +1,6 @@
 """Encoding of text by the fastest library that gives the tokens of `tokenizers`.
 
-fastokens, which NVIDIA Dynamo serves with, encodes text about a hundred times as fast as tokenizers. But tokenizers
+fastokens, which NVIDIA Dynamo uses, encodes text about a hundred times as fast as tokenizers. But tokenizers
 defines what a tokenizer.json means, and another library may read a normalizer, a split pattern or an added token
 differently. So `choose_encoder` has both encode difficult texts and samples of the text at hand. fastokens is used only
 if all tokens are equal, and `EncoderInfo` says which library is used and why.

@@ -6,9 +6,9 @@ The loss per token depends on the tokenizer: a larger vocabulary has fewer token
 predict. Special tokens are inputs, so the first word of a document is predicted from the end-of-text token. As targets
 they are excluded: the end of a document is not part of its text, and other tokenizers may have no such token.
 
-A document longer than a row is cut into pieces that do not overlap, as in training. Of its document, the first token of
-a piece sees only the last token of the previous piece. So each token is predicted exactly once, and longer rows usually
-give lower values, because fewer tokens lack context.
+A document longer than a row is cut into pieces that do not overlap, as in training. Within its document, the first
+token of a piece sees only the last token of the previous piece. So each token is predicted exactly once, and longer
+rows usually give lower values, because fewer tokens lack context.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Long-context tasks: made texts of a given length with a question whose answers are known. Nothing is downloaded.
+"""Long-context tasks: generated texts of a given length with a question whose answers are known. Nothing is downloaded.
 
 `passkey` is that of Mohtashami and Jaggi (arXiv 2305.16300); the others are of the kinds of RULER (Hsieh et al., arXiv
 2404.06654), one of each: retrieval with several keys, multi-hop tracing and aggregation. A model that does not look
@@ -28,7 +28,7 @@ DIGITS = 5
 KEYS = 4  # of `multikey`
 CHAINS, HOPS = 2, 4  # of `variable_tracking`; a chain has one variable more than hops
 ZIPF_EXPONENT, MOST_FREQUENT = 2.0, 3  # of `frequent_words`
-CODED_WORDS = 500  # the last has a place in texts of more than 200,000 words only
+CODED_WORDS = 500  # the last one occurs only in texts of more than 200,000 words
 
 _FILLER = "The road goes past the old mill. Two boats lie on the shore. The wind is light. We walk on. "
 
@@ -38,7 +38,7 @@ class LongText:
     """A text of any length and its question.
 
     Attributes:
-        text: Returns the text with a number of units, which are sentences without importance, or words.
+        text: Returns the text with a number of units, which are irrelevant sentences, or words.
         shortest: The smallest number of units.
         answers: The expected words. The reference answer is a space and these, separated by commas.
     """

@@ -117,7 +117,7 @@ def run_config(loaded: Loaded) -> RunConfig | None:
 
 
 def has_own_data(config: RunConfig | None) -> bool:
-    """Return True if the run's own validation data has bits per byte. If it has data without, print the reason."""
+    """Return True if the run's own validation data has bits per byte. If it has other data, print the reason."""
     if config is None or config.data.path is None:
         return False
     try:

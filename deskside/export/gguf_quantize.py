@@ -1,4 +1,4 @@
-"""GGUF types of 4 to 6 bits, by llama.cpp's own quantiser through llama-cpp-python.
+"""GGUF types of 4 to 6 bits, by llama.cpp's own quantizer through llama-cpp-python.
 
 The gguf package, which writes the other types, reads these but does not write them. Which tensor gets how many bits
 (more for the head, the values and the down projections of some layers) and how scales are searched is llama.cpp's

@@ -272,7 +272,7 @@ def gpt_model(source: dict[str, Any]) -> Any:
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
     """A process group of only this process, which megatron-core needs."""
-    # Of the missing apex, which computes the same faster.
+    # Warnings that apex, which computes the same faster, is missing.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     from megatron.core import parallel_state
 

@@ -92,7 +92,7 @@ class BandRecord(PhaseResult):
     bpb: Annotated[list[Bits], ThreeValues]
     fits: Fits
     config: Configuration
-    # Of a run that ends before the hours are over: as in the configuration, and its expected duration.
+    # For a run that ends before the hours are over: its length as in the configuration, and its expected duration.
     length: str = "1 steps"
     seconds: Annotated[float, Field(gt=0, le=1e12)] = 1.0
     # Missing on a CPU, whose memory is not modelled.

@@ -31,8 +31,7 @@ TYPES = {
 
 
 class WebFiles:
-    """Answers requests for the page's files. Nothing else on the disk can be reached, because no file is opened
-    later."""
+    """Answers requests for the page's files. Nothing else on the disk can be reached: no file is opened later."""
 
     def __init__(self) -> None:
         self._files = dict(_read(files("deskside.serve").joinpath("web"), ""))

@@ -1,7 +1,7 @@
 """Run a function in a child process with a time limit.
 
 An illegal memory access leaves a CUDA process unusable, a library or the kernel's out-of-memory killer may end it, and
-a compiler may hang. Experiments on a device therefore run in a child process, and each of these failures becomes an
+a compiler may hang. Experiments on a device therefore run in a child process, and each of these failures becomes a
 `ProcessOutcome`.
 
 The child gets the function as "module:function" and its arguments as JSON. The result comes back as JSON in a file,

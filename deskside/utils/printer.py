@@ -1,4 +1,4 @@
-"""Output of the commands for people: text, tables, bars and shell commands, with one meaning for each colour."""
+"""Output of the commands for people: text, tables, bars and shell commands, with one meaning for each color."""
 
 import re
 import sys
@@ -12,7 +12,7 @@ from rich.theme import Theme
 
 from deskside.utils.console import command_lines, terminal_width, wrap
 
-# The colours of all commands; no other module names one. rich applies NO_COLOR and FORCE_COLOR. A colour only repeats
+# The colors of all commands; no other module names one. rich applies NO_COLOR and FORCE_COLOR. A color only repeats
 # what the text says.
 MEANINGS = {
     "good": "green",  # it works, fits, holds or is better
@@ -22,7 +22,7 @@ MEANINGS = {
     "strong": "bold",  # headings and answers
     "quiet": "dim",  # sources and explanations
 }
-# Progress bars have no special colour.
+# Progress bars have no special color.
 _PROGRESS = {
     **dict.fromkeys(("bar.complete", "bar.finished", "bar.pulse", "status.spinner"), "default"),
     **dict.fromkeys(("progress.elapsed", "progress.remaining", "progress.download"), "default"),

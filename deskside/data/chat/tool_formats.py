@@ -1,4 +1,4 @@
-"""The forms in which models write tool calls. The one of a model is found by rendering a call with its chat template.
+"""The forms in which models write tool calls. A model's form is found by rendering a call with its chat template.
 
 <tool_call>{"name": ..., "arguments": {...}}</tool_call>    Qwen 2.5 and 3, Hermes
 [TOOL_CALLS][{"name": ..., "arguments": {...}}, ...]        Mistral

@@ -1,5 +1,4 @@
-"""Find the document that each duplicate repeats: exact ones by a hash of the text, then near-duplicates by
-signature."""
+"""Find what each duplicate document repeats: exact ones by a hash of the text, then near-duplicates by signature."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ def conduct(
         best, results = best_trial(trials), None
         if stopped is None and best is not None and best.number != 0:
             parameters = suggestions.trials()[best.number].parameters
-            # From here on, settings are those of the target, of which a proxy's may be smaller.
+            # From here on, settings are the target's; a proxy's may be smaller.
             best = replace(best, settings=settings_of(plan, plan.target(parameters)))
             results, stopped = _confirm(folder, plan, parameters, best, executor, spent, queue, target)
             write_preset(folder, plan, parameters, answer(plan, best, results))

@@ -48,7 +48,7 @@ DEFAULT_KEYS = (
 )
 # Every number, choice and switch of these parts can be searched, except for what follows.
 PARTS = ("optim", "schedule", "model", "batch")
-# They change how a step is computed or what a run is, not what is learned from a token; or sizes that must fit others.
+# Keys that change how a step is computed or what a run is, not what a token teaches; and sizes that must fit others.
 EXCLUDED = {
     *(
         f"optim.{key}"
