@@ -15,10 +15,10 @@
 
 Experts have FP8 operands with a scale per row in every FP8 recipe, and weight gradients in BF16 (`config/recipes.py`).
 Their grouped products run natively where the device supports "fp8-grouped", and NVFP4 is always emulated for experts.
-The kernels that write a tensor in BF16 write FP8 too, or instead in the forward, which the model leaves out:
-EXPERT_FP8_GRADIENT is what is written more. An emulated product reads the codes and writes them in BF16.
-GROUPED_FP8_RATE is the rate of native grouped products in FP8 relative to those in BF16, both relative to dense ones:
-1,080 TFLOP/s on an H200 (docs/data/2026-11-23-experts/profile-4-layers-fp8.json).
+In the backward, the kernels that write a tensor in BF16 write FP8 too, EXPERT_FP8_GRADIENT bytes more per value. In the
+forward they write FP8 instead of BF16, which the model leaves out. An emulated product reads the codes and writes them
+in BF16. GROUPED_FP8_RATE is the rate of native grouped products in FP8 relative to those in BF16, both relative to
+dense ones: 1,080 TFLOP/s on an H200 (docs/data/2026-11-23-experts/profile-4-layers-fp8.json).
 
 By default, weights are converted once per optimizer step and the copies are kept (`precision.weight_cache`).
 """

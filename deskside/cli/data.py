@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from deskside.utils.printer import Printer
 
 # A smaller corpus is read many times: the planner expects an RTX 4090 to read this many tokens 3 times in an hour, and
-# half as many 10 times. Own-corpus mode regularises beyond 4 times.
+# half as many 10 times. Own-corpus mode regularizes beyond 4 times.
 _SMALL_CORPUS = 100_000_000
 _SHOWN_SOURCES = 10  # by `show` without --details
 _SEQUENCE_LENGTHS = (512, 1024, 2048)  # for which `show` tells how full the rows are

@@ -100,7 +100,7 @@ def print_differences(
     rows = []
     for result in results:
         name, each = result.chosen.name, differences[result.chosen.name]
-        scale = 1 if isinstance(result.chosen.task, Translation) else 100  # chrF2 goes to 100 itself
+        scale = 1 if isinstance(result.chosen.task, Translation) else 100  # chrF2 is from 0 to 100 already
         interval = "unknown"
         if each.low is not None and each.high is not None:
             interval = f"{scale * each.low:+.1f} to {scale * each.high:+.1f}"

@@ -53,7 +53,7 @@ def evaluate_long_context(
     loaded: Loaded,
     subject: EvaluatedModel,
 ) -> list[LongContextCell]:
-    """Evaluate the tasks at all lengths. The texts begin with the start token, and are no chat.
+    """Evaluate the tasks at all lengths. The texts begin with the start token, and are not rendered as a chat.
 
     The result of a run is written into its directory, for its report; if that fails, the reason is printed.
     """

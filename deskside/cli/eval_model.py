@@ -212,7 +212,7 @@ def _tasks_json(results: Sequence[TaskResult], core_result: Core | None) -> dict
 def _evaluate_tasks(
     options: EvalOptions, tasks: Sequence[PreparedTask], subject: EvaluatedModel
 ) -> tuple[list[TaskResult], dict[str, str]]:
-    """Return the results of all tasks, and the errors of those that failed. Raises the error of an only task."""
+    """Return the results of all tasks, and the errors of failed ones. If there is only one task, raises its error."""
     results: list[TaskResult] = []
     failed: dict[str, str] = {}
     for prepared in tasks:

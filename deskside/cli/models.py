@@ -67,7 +67,7 @@ def run(argv: Sequence[str]) -> int:
         request = make_request(
             PlanQuestion(gpu=options.gpu, here=options.here, probes=options.probes, preset="demo")
         )
-    # The table shows no reasons, so nothing is searched that would help.
+    # The table shows no reasons, so remedies are not searched.
     rows = [_row(checkpoint, request, with_remedies=options.json) for checkpoint in chosen]
     if options.json:
         print_json({"families": _families(families), "checkpoints": rows}, indent=1)

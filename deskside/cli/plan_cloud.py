@@ -8,7 +8,7 @@ from deskside.utils.errors import UsageError
 
 
 def write_task(plan: Plan, file: str | None, runs: str | None, wheel: str | None) -> dict[str, Any] | None:
-    """Write the task of --cloud, --cloud-runs and --cloud-wheel. Return what JSON says of it, None without --cloud.
+    """Write the task of the --cloud options. Return its entry in the JSON output, None without --cloud.
 
     Raises UsageError.
     """

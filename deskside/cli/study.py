@@ -231,7 +231,7 @@ def _executor(options: StudyOptions, arms: Sequence[PlannedArm]) -> Executor:
 
 
 def make_executor(name: ExecutorName, devices: str | None, kinds: Collection[str]) -> Executor:
-    """Return where the trials run. Raises UsageError for GPUs or a Ray cluster that do not exist.
+    """Return the executor of the trials. Raises UsageError for GPUs or a Ray cluster that do not exist.
 
     devices: --devices; kinds: `compute.device` of the trials.
     """

@@ -255,9 +255,9 @@ def _chooses_data(chosen: Mapping[str, Any]) -> bool:
 
 
 def _rates_of_tables(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a layer in which AdamW has one rate for all trained weights, but for rates that the user has chosen.
+    """Return a layer in which AdamW has one rate for all trained weights, except for rates that the user has chosen.
 
-    The higher ones of embedding and head are for random weights. chosen: the user's configuration.
+    The higher default rates of embedding and head are for random weights. chosen: the user's configuration.
     """
     optim = chosen.get("optim", {})
     if optim.get("name") != "adamw":

@@ -70,7 +70,7 @@ class LongTask:
         return DEPTHS if self.at_depths else (None,)
 
     def prompts(self, trials: int) -> int:
-        """Return the number of prompts of a length and depth, which is larger where there is one depth."""
+        """Return the number of prompts of a length and depth, which is larger for a task without depths."""
         return trials if self.at_depths else trials * len(DEPTHS)
 
 
@@ -283,7 +283,7 @@ def _prompt(encoder: ContextEncoder, cell: tuple[str, int, float | None], seeds:
     def prompt(units: int) -> _Prompt:
         (pair,) = encoder.pairs([(made.text(units) + made.question, made.reference)])
         answer = len(pair.continuation)
-        # Another separator or a short sentence before the words has room, but not a list of all words of the text.
+        # The room suffices for other separators or a short sentence, but not for a list of all words of the text.
         return _Prompt(pair, answer if len(made.answers) == 1 else answer + answer // 4, made.answers)
 
     def free(units: int) -> int:

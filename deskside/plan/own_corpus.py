@@ -35,8 +35,8 @@ from deskside.utils.format import count, number
 
 KEEP_BEST: Mapping[str, Any] = {"checkpoint": {"keep_best": True}}
 EVALUATIONS = 20
-# By each of them, at most: together about a hundredth of five minutes on an H200. A short run evaluates fewer, so that
-# all of them, a forward pass each, take about a fiftieth of its time.
+# Maximum for each evaluation: together about a hundredth of five minutes on an H200. A short run evaluates fewer, so
+# that all of them, a forward pass each, take about a fiftieth of its time.
 EVALUATED_TOKENS, FEWEST_EVALUATED = 262_144, 16_384
 EVALUATED_SHARE = 0.003  # of the run's tokens, by each evaluation
 

@@ -17,7 +17,7 @@ from deskside.utils.printer import Printer
 
 
 def show(plan: Plan, details: bool) -> None:
-    """Print the plan on standard output. details: with itemised memory, time and cost, and the sources."""
+    """Print the plan on standard output. details: with itemized memory, time and cost, and the sources."""
     printer = Printer()
     style = {"yes": "strong", "yes-if": "attention", "no": "bad"}[plan.verdict]
     printer.text(f"{headline(plan)}.", style)

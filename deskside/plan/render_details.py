@@ -1,4 +1,4 @@
-"""The itemised part of the plan for the terminal: memory, time and cost by item, and the sources of the numbers."""
+"""The itemized part of the plan for the terminal: memory, time and cost by item, and the sources of the numbers."""
 
 from deskside.budget.loss import LAW
 from deskside.plan.costs import Cost

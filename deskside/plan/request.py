@@ -1,8 +1,8 @@
 """A checked request to the planner: the card, the budget, the model if it is given, prices.
 
 `make_request` checks a `PlanQuestion`, the options of the command line, and returns a `PlanRequest` that the rest of
-the planner relies on. Every error is one line. If an option is None because it was not given, the plan leaves the
-results out that depend on it, or uses a published value and says so.
+the planner relies on. Every error is one line. If an option is None because it was not given, the plan leaves out the
+results that depend on it, or uses a published value and says so.
 """
 
 import math

@@ -45,7 +45,7 @@ class JsonObjectFormat(StrictModel):
 
 
 class JsonSchema(StrictModel):
-    """A JSON schema. It is always followed, even if `strict` is false. Name and description have no effect."""
+    """A JSON schema. It is always followed, also if `strict` is false. Name and description have no effect."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     description: Annotated[str, Field(max_length=4096)] | None = None

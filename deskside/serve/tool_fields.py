@@ -16,7 +16,7 @@ FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 class FunctionDefinition(StrictModel):
     """A function. parameters: the JSON schema of its arguments; no parameters without it.
 
-    strict: whether a call that the model chooses to make follows the schema too. A required call always does.
+    strict: whether also a call that the model decides to make follows the schema. A required one always does.
     """
 
     name: FunctionName

@@ -32,7 +32,7 @@ class Operator:
         width: head_dim, for attention.
         runs_as: The format whose rate a product runs at.
         rowwise: True for FP8 products with a scale per row.
-        share: Share of all FLOPs or bytes with this name that this operator is.
+        share: This operator's share of all FLOPs or bytes with this name.
         windowed: True for attention with a sliding window.
         grouped_rate: Rate of a product relative to one large dense product. Below 1 for grouped products of experts.
     """

@@ -24,8 +24,8 @@ from deskside.budget.sizes import Sizes
 from deskside.budget.step_spec import StepSpec
 
 # (FLOPs of the first product of one expert, rate relative to one dense product): means over the products of a layer on
-# an H200 with torch's grouped product (`benchmarks/experts.py`, docs/data/2026-11-23-experts). Smaller products were
-# not slower down to 1.6e9 FLOPs; below that, and on other GPUs, the rate was not measured.
+# an H200 with torch's grouped product (`benchmarks/experts.py`, docs/data/2026-11-23-experts). Down to 1.6e9 FLOPs,
+# smaller products were not slower; below that, and on other GPUs, the rate was not measured.
 GROUPED_RATE = ((3.2e9, 0.77), (1.3e10, 0.865), (7.3e10, 0.95))
 
 

@@ -26,7 +26,7 @@ class TrafficUnits:
         norm: Norms and residuals, per token, layer and hidden channel.
         gated, plain: Activation of an MLP with and without a gate, per token, layer and MLP channel.
         rope: QK-norm and RoPE, per token, layer and channel of queries and keys.
-        rope_keys: What these move more per channel of keys.
+        rope_keys: What these move in addition per channel of keys.
         loss: Logits and their gradient, per token and vocabulary entry.
     """
 

@@ -1,6 +1,6 @@
 """Transfers of a step that nothing hides: between GPUs, and to and from host memory.
 
-`budget/speed.py` computes those beside a forward or a backward, which take time only if they are longer.
+`budget/speed.py` computes those that overlap a forward or a backward, which take time only if they last longer.
 """
 
 from deskside.budget.host_memory import host_gradient_bytes

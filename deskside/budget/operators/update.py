@@ -16,7 +16,7 @@ from deskside.budget.states import ADAMW_STATE_BYTES, MUON_STATE_BYTES, average_
 COMPILED_UPDATE_BYTES = (32.0, 60.0)
 # Gradients are read for their norm (4) and scaled (8). Then AdamW moves 28 bytes; Muon moves 26, and 6 to scale.
 FUSED_UPDATE_BYTES = (40.0, 44.0)
-# Bytes per weight that an update moves less if weight and gradient are in bfloat16: half of what it reads of the
+# Bytes per weight that an update saves if weight and gradient are in bfloat16: half of what it reads of the
 # gradient, for the norm and the update, and of the weight, which it reads and writes.
 BFLOAT16_ADAMW_SAVING, BFLOAT16_MUON_SAVING = 12, 11
 RESIDUAL_TRAFFIC = 2  # more per weight in 24 bits, whose residual is read and written; not measured
