@@ -26,7 +26,7 @@ from deskside.budget.step_spec import StepSpec
 # four cases with AdamW, divided by the share of the weights that are summed beside it.
 CONTENTION = 0.032
 SLOWEST_CARD = 0.012  # share by which the slower of two H200 was slower than their mean; all wait for it
-BUCKET_WEIGHTS = 2**22  # gradients of at least so many weights are summed alone, in place; a test compares
+BUCKET_WEIGHTS = 2**22  # gradients of at least this many weights are summed alone, in place; a test compares
 # Buckets whose memory is in use at once, if gradients are sent in another format than their own.
 IN_FLIGHT = 3
 

@@ -168,7 +168,7 @@ class Pipeline:
 
         Raises KeyboardInterrupt if a signal came before there was anything to save.
         """
-        self.state.save()  # they count the time from here
+        self.state.save()  # the processes count the time from here
         path = self.run.path
         new = ["--runs", str(path.parent), "--name", path.name]
         return launch("go", ["--resume", str(path)] if has_begun(self.run) else new, self.request().gpus)

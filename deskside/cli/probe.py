@@ -128,7 +128,7 @@ def probe(options: ProbeOptions, point_target: str = MEASURE_POINT, card_target:
             card_target,
         )
         result = sweep.measure(points)
-    if result.interrupted and not options.json:  # the other points are no news
+    if result.interrupted and not options.json:  # leave out the points without results
         result.point_results = [each for each in result.point_results if each.row is not None]
     if result.point_results or not result.interrupted:
         _show(result, machine, store, options)

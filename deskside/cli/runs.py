@@ -87,7 +87,7 @@ def _list(root: Path, options: RunsOptions) -> int:
 
 
 def _compare(paths: Sequence[Path], as_json: bool) -> int:
-    """Show the results of runs beside each other, and the options in which they differ. Raises UsageError."""
+    """Show the results of runs side by side, and the options in which they differ. Raises UsageError."""
     records: dict[str, RunRecord] = {}
     rows: dict[str, TableRow] = {}
     numbers: dict[str, dict[str, str | None]] = {}

@@ -1,4 +1,5 @@
-"""From text or conversations to training rows: sources, tokenizer, shards, packing, order, mixtures and the loader.
+"""Conversion of text or conversations to training rows: sources, tokenizer, shards, packing, order, mixtures and the
+loader.
 
 Import the module that you need. Only `loader` imports torch, so that data can be prepared and checked without it.
 """

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _BATCH = 64  # texts that are compared at once
-_MIXTURES = 100  # of random characters, that are compared
+_MIXTURES = 100  # mixtures of random characters to compare
 
 # Texts on which tokenizers have differed: contractions (the long s and the Kelvin sign are letters of (?i:'s|k) too),
 # white space of all kinds, digits, marks without a letter, joiners, composed and decomposed letters, emoji, control

@@ -1,4 +1,4 @@
-"""Which parts of prompts a step computes, and the tensor that holds them."""
+"""Choice of the prompt parts that a step computes, and the tensor that holds them."""
 
 from array import array
 from collections.abc import Sequence

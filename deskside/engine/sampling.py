@@ -40,7 +40,7 @@ GREEDY_ONLY, UNRANKED, ALL = 0, -1, -2
 # penalty of 1e-39, tokens of the prompt would always win, even control tokens.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 100.0
 MAX_TOP_K = 2**31 - 1
-MIN_PENALTY, MAX_PENALTY = 0.1, 10.0  # of repetition
+MIN_PENALTY, MAX_PENALTY = 0.1, 10.0  # bounds of the repetition penalty
 MAX_SUBTRACTED = 2.0  # presence and frequency penalty, either sign; OpenAI's bound
 MAX_BIAS = 100.0  # either sign; OpenAI's bound, which excludes a token or makes it certain
 TOP_LOGPROBS = 20  # maximum number of most probable tokens with log-probabilities

@@ -25,7 +25,7 @@ from deskside.utils.errors import UsageError
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 DIGITS = 5
-KEYS = 4  # of `multikey`
+KEYS = 4  # named numbers in `multikey`
 CHAINS, HOPS = 2, 4  # of `variable_tracking`; a chain has one variable more than hops
 ZIPF_EXPONENT, MOST_FREQUENT = 2.0, 3  # of `frequent_words`
 CODED_WORDS = 500  # the last one occurs only in texts of more than 200,000 words

@@ -6,7 +6,7 @@ import string
 from collections.abc import Sequence
 from decimal import Decimal
 
-Z = 1.959963984540054  # of a 95 % confidence interval
+Z = 1.959963984540054  # normal quantile of a 95 % confidence interval
 # A minus sign after a word character or a closing parenthesis, or with a space after it, is a subtraction.
 _NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\$\s?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
 _ANSWER_MARK = re.compile(r"####|the (?:final )?answer is:?|\\boxed\{", re.IGNORECASE)

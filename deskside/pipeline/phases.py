@@ -283,7 +283,7 @@ def final_config(config: Mapping[str, Any], seconds: float, length: str | None =
     """Return the configuration of a run that ends after `seconds` of wall-clock time, or after a given length.
 
     By default, a run is evaluated every ten minutes, and a run of one minute to one hour EVALUATIONS_OF_SHORT_RUN
-    times. seconds: for this choice, also if a length is given.
+    times. seconds: for this choice, even if a length is given.
     """
     schedule = {"length": f"{seconds!r}s", "clock": "wall"} if length is None else {"length": length}
     layers = [config, {"schedule": schedule}]

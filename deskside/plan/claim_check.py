@@ -29,7 +29,7 @@ class Claims:
     """Claims as (low, high), equal for a single number.
 
     step_seconds: seconds of an optimizer step; memory_gib: peak memory of training; vram_gib, watts: memory and power
-    limit of the card; steps, hours: that training takes so many steps in so many hours.
+    limit of the card; steps, hours: training takes this many steps in this many hours.
     """
 
     step_seconds: Interval | None = None

@@ -28,7 +28,7 @@ OFFLOAD_COST = HOST_GRADIENTS_COST = 1
 OTHER_OPTIMIZER_COST, SMALL_STATES_COST, SMALL_WEIGHTS_COST = 1, 2, 4
 RELEASED_GRADIENTS_COST = TINY_STATES_COST = 5
 OTHER_FORMAT_COST, HALVED_ROWS_COST = 16, 32
-FASTER_SHARE = 0.05  # by which a combination must be faster to be offered
+FASTER_SHARE = 0.05  # a combination is offered if it is faster by more than this share
 
 
 def combinations(request: PlanRequest, start: Setting) -> Iterator[Setting]:

@@ -9,7 +9,7 @@ from deskside.utils.printer import Printer
 
 PHASE_LABELS = {"sft": "left for deskside sft, which go does not run,"}
 BAR_WIDTH = 24  # characters of a full bar
-SHOWN_SHARE = 1e-4  # of a step's time, below which an item is not shown
+SHOWN_SHARE = 1e-4  # items below this share of a step's time are not shown
 
 
 def show_details(printer: Printer, plan: Plan) -> None:

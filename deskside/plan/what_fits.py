@@ -15,7 +15,7 @@ from deskside.plan.given_model import CandidateModel
 from deskside.plan.request import PlanBudget, PlanRequest
 
 HOURS = (1.0, 4.0, 8.0, 24.0, 72.0, 168.0)
-SIZE_STEP = 1.25  # a model of the table has at least so many times the weights of the one before
+SIZE_STEP = 1.25  # a model of the table has at least this many times the weights of the one before
 MAX_TOO_LARGE = 2  # models that do not fit, at the end of the table
 SMALLEST = 1 / 3  # of the weights of the smallest best model; smaller models are left out
 

@@ -1,4 +1,4 @@
-"""Admission of requests: at most so many choices at a time, and none once the server is stopping.
+"""Admission of requests: at most a fixed number of choices at a time, and none once the server is stopping.
 
 A choice counts from the admission of its request until the response is complete (if streamed, sent) or the client
 disconnects. Requests beyond the limit get 429 with Retry-After, and a request that exceeds it alone gets 400. Once the

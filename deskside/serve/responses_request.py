@@ -215,7 +215,7 @@ def _text(content: Texts) -> str:
 def _tool(tool: dict[str, Any]) -> dict[str, Any]:
     """Return a tool of a chat completion, whose function is an object of its own."""
     if tool.get("type") != "function":
-        return tool  # which ChatRequest refuses
+        return tool  # ChatRequest refuses it
     return {"type": "function", "function": {name: value for name, value in tool.items() if name != "type"}}
 
 

@@ -8,7 +8,7 @@ from deskside.serve.strict_model import StrictModel
 from deskside.utils.errors import UsageError
 
 MAX_TOOLS = 1024
-MAX_CALLS = 1024  # of a message
+MAX_CALLS = 1024  # calls in one message
 MAX_CALL_ID = 256  # characters
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
 

@@ -96,7 +96,7 @@ class Printer:
         return ("█" * whole + EIGHTHS[eighths]).rstrip()
 
     def table(self, headings: Sequence[str], rows: Sequence[Row], align: str, indent: int = 0) -> None:
-        """Print a table. Where its words do not fit beside each other, print a block of lines for each row.
+        """Print a table. Where its words do not fit side by side, print a block of lines for each row.
 
         align: a letter for each column: l or r for left or right, as in LaTeX.
         """

@@ -29,7 +29,7 @@ def placements(adapters: PeftAdapters, config: ModelConfig) -> tuple[list[Placem
     Raises UsageError for modules that the model does not have, and RunError for a wrong shape.
     """
     with torch.device("meta"):
-        skeleton = Transformer(config)  # has the names of all weights, also if those of the model are codes
+        skeleton = Transformer(config)  # has the names of all weights, even if those of the model are codes
     by_name = by_hf_name(skeleton, family_of(config))
     path_of = {
         id(module.weight): path

@@ -76,7 +76,7 @@ def sources_changed(out: Path, what: str = "the text of the sources") -> UsageEr
 
 
 def _without_checksum(path: Path) -> FileRecord:
-    name = printable(path.name)  # which can be written to JSON and printed
+    name = printable(path.name)  # can be written to JSON and printed
     try:
         status = path.stat()
     except OSError:

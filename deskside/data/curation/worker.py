@@ -152,7 +152,7 @@ class DocumentBatch:
 
 @dataclass(frozen=True)
 class DocumentVerdict:
-    """Why a document is removed. kept: of a duplicate, the id of the document that is kept."""
+    """The reason for removing a document. kept: of a duplicate, the id of the document that is kept."""
 
     reason: str
     detail: str

@@ -1,4 +1,4 @@
-"""Where the trials of a study run: on this machine (`LocalExecutor`), or on a Ray cluster (`ray_executor.py`).
+"""Executors of a study's trials: this machine (`LocalExecutor`), or a Ray cluster (`ray_executor.py`).
 
 The runner plans, journals and resumes in the same way for both. An executor says which devices are free to use now and
 starts a trial on one of them; the runner then polls it.

@@ -47,7 +47,7 @@ STOP_TIMEOUT = 120.0  # seconds for trials to save when the study ends early
 # Seconds, and multiples of the forecast, that a trial may go without progress. Meanwhile it compiles or evaluates; on a
 # CPU an evaluation alone can take an hour.
 SILENCE_GPU, SILENCE_CPU, SILENCE_FORECASTS = 1800.0, 6 * 3600.0, 3.0
-MAX_LOSSES = 3  # of a trial, which may itself be what kills its machine
+MAX_LOSSES = 3  # machines that a trial may lose, because it may itself be what kills them
 PRUNED = "pruned"  # status of a trial that its queue ended early
 
 

@@ -1,4 +1,4 @@
-"""Where the runner gets its trials from: a fixed list (`TrialList`), or a search that chooses them as it goes."""
+"""Sources of the runner's trials: a fixed list (`TrialList`), or a search that chooses them as it goes."""
 
 from collections import deque
 from collections.abc import Sequence

@@ -6,7 +6,7 @@ from deskside.study.search.search_folder import confirmation_rounds
 from deskside.utils.errors import UsageError
 from deskside.utils.format import duration
 
-WHOLE_TRIALS = 24  # that should fit; successive halving makes about twice as many of them
+WHOLE_TRIALS = 24  # trials that should fit; successive halving makes about twice as many of them
 FEWEST_WHOLE_TRIALS = 4
 CONFIRM_SHARE = 0.4  # of the hours, at most, for a confirmation at the target's length
 
