@@ -315,7 +315,7 @@ def _adapter_training(s: Sizes, adapter: AdapterSpec) -> dict[str, Items]:
             "gradients": max(earlier_gradients, head),
             "copies": copies,
             "activations": s.pass_tokens * kept + ends,
-            # As in full training, that of a tied head stays separate until the embedding's is added.
+            # As in full training, the gradient of a tied head stays separate until the embedding's is added.
             "logits": head if s.shape.tie_word_embeddings and spec.accumulation > 1 else 0.0,
             "workspace": libraries
             + s.pass_tokens * (layer.backward(checkpointing) + (extra if checkpointing == "block" else 0.0))

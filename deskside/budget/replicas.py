@@ -22,8 +22,8 @@ from deskside.budget.shape import num_params
 from deskside.budget.sizes import Sizes
 from deskside.budget.step_spec import StepSpec
 
-# Share by which the last pass is longer if float32 gradients of all weights were summed beside it: the median of the
-# four cases with AdamW, divided by the share of the weights that are summed beside it.
+# Share by which the last pass is longer if float32 gradients of all weights were summed during it: the median of the
+# four cases with AdamW, divided by the share of the weights that are summed during it.
 CONTENTION = 0.032
 SLOWEST_CARD = 0.012  # share by which the slower of two H200 was slower than their mean; all wait for it
 BUCKET_WEIGHTS = 2**22  # gradients of at least this many weights are summed alone, in place; a test compares

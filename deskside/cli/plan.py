@@ -168,7 +168,7 @@ def run(argv: Sequence[str]) -> int:
         render.show(plan, options.details)
         if rented:
             plan_cloud.show(rented)
-    # So that `deskside plan ... && deskside train ...` does not go on.
+    # So that `deskside plan ... && deskside train ...` does not continue.
     return 1 if plan.verdict == "no" else 0
 
 

@@ -17,7 +17,7 @@ ROW_TOKENS = 2048  # or the longest row of the model
 ROWS = 8  # per step, one per pass
 TOKENS = 10e6  # of the run; the verdict depends on it only if the run takes more than a year
 RANK = 16
-# What trains: all weights, adapters on weights in BF16, and adapters on weights in 4 bits.
+# Trained parameters: all weights, adapters on weights in BF16, and adapters on weights in 4 bits.
 METHODS: dict[str, dict[str, Any] | None] = {
     "full": None,
     "lora": {"rank": RANK, "base": "bf16"},

@@ -16,7 +16,7 @@ from deskside.engine.requests import SampleOutput
 from deskside.serve.responses import ResponseOptions, ResponseWriter, usage
 from deskside.serve.responses_request import ResponsesRequest
 
-# By the type of an item: the parts of the names of its events.
+# Type of an item -> the parts of the names of its events.
 CONTENT_EVENTS = {
     "message": ("response.output_text", "text"),
     "reasoning": ("response.reasoning_text", "text"),

@@ -14,7 +14,7 @@ from deskside.data.tokenizer import max_bytes_per_token
 from deskside.utils.errors import UsageError
 from deskside.weights.load import Loaded
 
-# Of a long text, first this many characters per allowed token are encoded, to see whether it is far too long.
+# Characters per allowed token that are encoded first of a long text, to see whether it is far too long.
 PREFIX_CHARACTERS = 16
 PROMPT_END = 16  # tokens at the end of a prompt, in which it may begin or end the reasoning
 

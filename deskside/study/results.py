@@ -52,7 +52,7 @@ ClaimVerdict = Literal[
     "needs other hardware",
     "not measured",
 ]
-# Of a computed answer to a claim.
+# Source of a computed answer to a claim.
 AnswerSource = Literal["arithmetic", "data sheet", "modelled", "published prices"]
 ClaimBasis = AnswerSource | Literal["measured", ""]  # "": not answered
 

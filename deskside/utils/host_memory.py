@@ -25,7 +25,7 @@ def limit_bytes() -> int | None:
 
 
 def limit_left_bytes() -> int | None:
-    """Return what the container's limit leaves beside the memory in use; None if there is no limit.
+    """Return the container's memory limit minus the memory in use; None if there is no limit.
 
     Pages of files that were not read or written lately do not count as used, because the kernel frees them first.
     """

@@ -16,7 +16,7 @@ from typing import Any
 
 from deskside.utils.errors import RunError, UsageError, first_line
 
-# Of nested lists and objects; far below the recursion limit, so that functions can walk a value.
+# Maximum depth of nested lists and objects; far below the recursion limit, so that functions can walk a value.
 MAX_DEPTH = 100
 MAX_DIGITS = 20  # of an integer: enough for 64 bits
 

@@ -76,6 +76,6 @@ def load_adapters(model: Transformer, adapters: PeftAdapters) -> None:
 def _tables(config: ModelConfig) -> dict[str, str]:
     """Return the name in `adapter.modules_to_save` of each table that may train, by its name in transformers."""
     family = family_of(config)
-    # Of a tied table, PEFT stores two copies.
+    # PEFT stores two copies of a tied table.
     head = "embed_tokens" if config.tie_word_embeddings else "lm_head"
     return {hf_name("embed.weight", family): "embed_tokens", hf_name("lm_head.weight", family): head}

@@ -38,7 +38,7 @@ class TrafficUnits:
     loss: float
 
 
-# Of the 22 of norms and residuals, 8 are in the forward.
+# Of the 22 elements of norms and residuals, 8 are moved in the forward.
 COMPILED_TRAFFIC = TrafficUnits(norm=22, gated=9, plain=4, rope=8, rope_keys=0, loss=6)
 FUSED_TRAFFIC = TrafficUnits(norm=16, gated=8, plain=5, rope=5, rope_keys=2, loss=2)
 # With an FP8 head, instead of 2: logits are read in 16 bits; their gradient is written in 8 bits, read and transposed.

@@ -32,7 +32,7 @@ class Escaping:
         # Longer tokens first, because a token may begin with another one.
         self._special = sorted(filter(None, special), key=len, reverse=True)
         self._number = {token: number for number, token in enumerate(self._special)}
-        self.pattern = re.compile("|".join(map(re.escape, self._special)) or "(?!)")  # (?!) never matches
+        self.pattern = re.compile("|".join(map(re.escape, self._special)) or "(?!)")  # "(?!)" never matches
         self._escape = next(c for c in ESCAPES if not any(c in token for token in self._special))
         last = chr(FIRST_CODE + max(0, len(self._special) - 1))
         self._escaped = re.compile(f"{self._escape}([{self._escape}{chr(FIRST_CODE)}-{last}])")

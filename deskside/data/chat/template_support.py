@@ -11,8 +11,8 @@ from typing import Any
 
 from deskside.data.chat.messages import Conversation, Message, NotRendered
 
-ROLES = ("system", "user", "assistant", "tool", "developer")  # that are tried with every template
-NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")  # that a template can use by these names
+ROLES = ("system", "user", "assistant", "tool", "developer")  # tried with every template
+NAMED_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")  # usable in templates by these names
 # Variables of a template that chat_template_kwargs cannot set.
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt", *NAMED_TOKENS})
 TRIAL_WORD = "trialtext"

@@ -247,7 +247,7 @@ def seams(parts: Sequence[str], count: int) -> list[str]:
 
 
 def _edge(text: str, count: int, last: bool) -> str:
-    """Return the end of a text (last) or its beginning, with `count` whole words beside one that is cut, or all of it.
+    """Return the beginning of a text, or its end if `last`: `count` whole words and a cut one, or the whole text.
 
     A word may be cut at both ends of what is returned: at the inner one by this function, at the outer one by `pieces`.
     """

@@ -22,7 +22,7 @@ from deskside.study.claims.verdicts import Answer
 SPEEDRUN_FLOPS = 4.33e19  # of a training run that the document about target architectures uses as a reference
 DAY = 24 * 3600.0  # seconds
 
-# What the model of the FP8 document changes in the preset 124m.
+# Changes to the preset 124m that give the model of the FP8 document.
 FP8_MODEL = {"vocab_size": 49152, "tie_word_embeddings": True}
 
 # A mixture of experts with 3.0 billion parameters, 8 experts and 16K context. The document does not give the shape;
