@@ -109,7 +109,7 @@ class Grammars:
 
 
 def _contained(source: str, outer: str) -> str:
-    """Return a grammar in which `outer`, in Lark, contains `source`: JSON of llguidance, or Lark."""
+    """Return a grammar in which `outer`, in Lark, contains `source`, in Lark or llguidance's JSON."""
     if source.startswith("{"):
         try:
             inner = json_value(source, big_integers=True)["grammars"][0]

@@ -20,7 +20,7 @@ Key = bytes
 def page_keys(tokens: Sequence[int], size: int, adapter: int = 0) -> list[Key]:
     """Return the keys of the pages that these tokens fill, in order. size: tokens per page.
 
-    adapter: with which the model computes them; the same tokens have other keys and values with another adapter.
+    adapter: number of the adapter in use; with another one, the same tokens have other keys and values.
     """
     keys: list[Key] = []
     contents = memoryview(array("q", tokens)).cast("B")

@@ -54,9 +54,8 @@ FEW_ROWS = 5
 # For an architecture without published runs. If each architecture is predicted only from the others, nine in ten rows
 # are within 22 %, and the worst is 36.5 % off (benchmarks/planner_published.py).
 UNKNOWN_SPREAD = 0.40
-# Minimum half-width for a card that others measured. Their drivers, coolers and power limits differ: large products on
-# cards of one name are within 7 % of their middle in gpus.csv (column measured_source), except one RTX 5090 that is 23
-# % off.
+# Minimum for a card that others measured. Their drivers, coolers and power limits differ: large products on cards of
+# one name are within 7 % of their middle in gpus.csv (column measured_source), except one RTX 5090 that is 23 % off.
 REPORTED_SPREAD = 0.15
 # deskside's own runs on an H200 are within it (docs/planner-accuracy.md), on other cards it is not measured.
 MEMORY_SPREAD = {"measured": 0.05, "reported": 0.10, "published": 0.10}

@@ -44,12 +44,15 @@ from deskside.plan.verdict import Answer, judge
 from deskside.utils.errors import UsageError
 from deskside.utils.format import bits_per_byte, count, duration, number, plural
 
-MENTIONED_LOSS, MENTIONED_TIME = 0.99, 0.5  # a smaller model is mentioned up to these shares
+MENTIONED_LOSS, MENTIONED_TIME = (
+    0.99,
+    0.5,
+)  # a smaller model is mentioned if its loss or time is at most this share
 NO_CLAIMS = Claims()
 OFFERED: Literal["fp8"] = "fp8"  # the precision that is offered as an alternative to BF16
 LOSS_SENTENCE = "how close its loss comes to BF16's is in docs/precision.md"
 MIN_OFFERED_SPEEDUP = 1.02
-MENTIONED_TOKENS = 0.005  # a plan mentions a large batch that needs at least this share of tokens more
+MENTIONED_TOKENS = 0.005  # a large batch is mentioned if it needs at least this share more tokens
 
 
 def make_plan(request: PlanRequest, claims: Claims = NO_CLAIMS) -> Plan:

@@ -203,7 +203,7 @@ class ResponseObject(BaseModel):
     usage: dict[str, Any]
 
 
-# Path, summary, request and response of what is posted.
+# Path, summary, request and response of each POST route.
 POSTS: tuple[tuple[str, str, type[BaseModel], type[BaseModel]], ...] = (
     ("/v1/chat/completions", "Create a chat completion", ChatRequest, ChatCompletion),
     ("/v1/completions", "Create a text completion", CompletionRequest, Completion),

@@ -232,5 +232,5 @@ def _scored_prompt(echo: Echo, scores: PromptScores) -> list[ScoredToken]:
 
 
 def _mean_logprob(answer: SampleOutput) -> float:
-    """Return the log-probability per token, by which OpenAI's best_of chooses; an empty answer is the last."""
+    """Return the log-probability per token, by which OpenAI's best_of chooses; an empty answer ranks last."""
     return sum(answer.logprobs) / len(answer.logprobs) if answer.logprobs else -math.inf

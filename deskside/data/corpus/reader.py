@@ -1,4 +1,4 @@
-"""The base class of what reads sources: it opens files and hub data sets, and parses the lines of .jsonl files."""
+"""The base class of the readers of sources: it opens files and hub data sets, and parses the lines of .jsonl files."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Executor(Protocol):
         """Return the devices that may have a trial each, busy ones included. Raises RunError if there can be none."""
 
     def wait_until_idle(self, run: Path) -> None:
-        """Wait until no process of an earlier attempt writes to a run directory. Raises RunError if one never stops."""
+        """Wait until no earlier attempt writes to a run directory. Raises RunError if one does not stop in time."""
 
     def start(self, job: TrialJob, device: Device, lock: int | None) -> RunningTrial:
         """Start a trial. lock: descriptor that `StudyFolder.lock` yields."""
