@@ -44,10 +44,8 @@ from deskside.plan.verdict import Answer, judge
 from deskside.utils.errors import UsageError
 from deskside.utils.format import bits_per_byte, count, duration, number, plural
 
-MENTIONED_LOSS, MENTIONED_TIME = (
-    0.99,
-    0.5,
-)  # a smaller model is mentioned if its loss or time is at most this share
+# A smaller model is mentioned if its loss or its time is at most this share.
+MENTIONED_LOSS, MENTIONED_TIME = 0.99, 0.5
 NO_CLAIMS = Claims()
 OFFERED: Literal["fp8"] = "fp8"  # the precision that is offered as an alternative to BF16
 LOSS_SENTENCE = "how close its loss comes to BF16's is in docs/precision.md"
