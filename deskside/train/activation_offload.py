@@ -7,7 +7,7 @@ reverse order, so that both copies can overlap with the computation:
     forward     compute  | layer 0 | layer 1 | layer 2 | ...          to host             | 0 | 1 | 2 ...
     backward    compute  ... | layer 2 | layer 1 | layer 0 |          to the GPU    | 2 | 1 | 0 |
 
-torch's `saved_tensors_hooks` hand over what autograd saves, and ask for it again. The compute stream waits if more than
+torch's `saved_tensors_hooks` hand over what autograd saves, and ask for it back. The compute stream waits if more than
 `IN_FLIGHT` tensors are on their way to the host, so the memory on the GPU is bounded, whatever the speed of the bus.
 The last block's tensors stay on the GPU, because the backward needs them at once. The copies are exact, and so are the
 gradients. On a CPU, tensors are copied without streams, for tests.
@@ -107,7 +107,7 @@ class ActivationOffload:
 
     def _fetch(self, stored: _Stored) -> None:
         _, to_device = self._get_streams()
-        # Allocated on the compute stream, where it is used and freed, so its memory may be in use there until now.
+        # Allocated on the compute stream, where it is used and freed, so earlier work there may still use its memory.
         stored.device_copy = torch.empty_like(stored.host, device=self.device, pin_memory=False)
         to_device.wait_stream(torch.cuda.current_stream(self.device))
         assert stored.on_host is not None

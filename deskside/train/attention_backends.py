@@ -9,7 +9,8 @@ class AttentionBackends:
     """Names of the attention backends of a run: for layers with full attention, and for windowed ones.
 
     `stages` has the names for stages with another sequence length or window, by (sequence length, window). `shared` has
-    the names for rows that processes share in training, None without them; evaluation gives whole rows to each process.
+    the names for rows that processes share in training, or is None without shared rows. In evaluation, each process has
+    whole rows.
     """
 
     full: str

@@ -49,7 +49,7 @@ def describe(device: torch.device, folder: Path) -> dict[str, Any]:
     return facts
 
 
-SLOWDOWN_REASONS = (  # reasons for low clocks that are about heat or power, unlike an idle GPU
+SLOWDOWN_REASONS = (  # reasons for low clocks that mean heat or a power limit, not an idle GPU
     pynvml.nvmlClocksThrottleReasonSwPowerCap
     | pynvml.nvmlClocksThrottleReasonHwSlowdown
     | pynvml.nvmlClocksThrottleReasonSwThermalSlowdown

@@ -97,7 +97,7 @@ class Evaluator:
             yield
             return
         session = self.session
-        # On the GPU there is room where gradients wait during a step, unless graphs keep the gradients all the time.
+        # Between steps, the GPU has room where the gradients were, unless graphs keep these allocated.
         config = session.config
         on_device = config.optim.gradients == "device" and config.compute.cuda_graph == "off"
         try:
@@ -110,8 +110,9 @@ class Evaluator:
     def blend(self) -> None:
         """Evaluate blends of the last step's weights and their average, and make the average the one to export.
 
-        This is the best of `BLENDS`, or `average.blend` if it is a number. All are evaluated on the same tokens. A loss
-        that is not finite is never the best; if none is finite, the run ends with the weights of the last step.
+        The exported blend is the best of `BLENDS`, or `average.blend` if it is a number. All are evaluated on the same
+        tokens. A loss that is not finite is never the best; if none is finite, the run ends with the weights of the
+        last step.
         Does nothing without an average, or if the restored checkpoint has the blend already.
         """
         average = self.average

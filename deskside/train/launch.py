@@ -5,13 +5,13 @@ torchrun would give them, so training cannot tell them apart. torchrun's agent i
 30 s after a Ctrl-C even if they are saving, takes any failure for exit code 1, and prints a traceback for each.
 
 - Rendezvous: a store on a free port of this machine, opened by this process, so that several launches never collide.
-- Output: of rank 0 only. The error that caused the others is printed once. It names its rank unless it is wrong usage,
-  or the same in all.
+- Output: only that of rank 0. The error that caused the others is printed once, with its rank unless it is a usage
+  error or the same in all.
 - Signals: each process has its own session, so that Ctrl-C reaches only this process, which passes signals on. The
-  processes save after the first one. After a second Ctrl-C they end without, but rank 0 first completes a checkpoint
-  that it is writing. A third kills them.
-- Failure: the other processes are ended after `SETTLE_SECONDS`, which lets them end by themselves. So are they after
-  `STOP_SECONDS` if a signal has ended one during start-up, because they may wait for it on the GPU.
+  processes save after the first one. After a second Ctrl-C they end without saving, but rank 0 first completes a
+  checkpoint that it is writing. A third kills them.
+- Failure: the other processes are ended after `SETTLE_SECONDS`, which lets them end by themselves. If a signal has
+  ended one during start-up, they are ended after `STOP_SECONDS`, because they may wait for it on the GPU.
 - If this process is killed, the kernel kills the others (`utils/launched.py`).
 """
 
@@ -36,12 +36,13 @@ from deskside.utils.quick_start import quick_imports
 
 POLL_SECONDS = 0.05
 SETTLE_SECONDS = 2.0  # after a failure, until the others are asked to end: they may fail for the same reason
-# After one signal, from the end of a first process to asking the others. They save together, then end together.
+# After one signal, from the end of the first process until the others are asked to end. They save together, then end
+# together.
 STOP_SECONDS = 60.0
 GRACE_SECONDS = 5.0  # from being asked to end to being killed: a process that waits in NCCL cannot react
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOPPED_CODES = frozenset(128 + number for number in FORWARDED)
-OUTPUT_LINES = 30  # of a process that ended without reporting an error
+OUTPUT_LINES = 30  # the last ones of a process that ended without reporting an error
 
 
 def process_count(gpus: str | None, device: str) -> int:
@@ -95,12 +96,14 @@ def launch(arguments: Sequence[str], processes: int) -> int:
         from torch.distributed import TCPStore
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 
-    # Its warnings repeat what is said here in one line.
+    # torch's warnings repeat what this module says in one line.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = range(processes)
     with tempfile.TemporaryDirectory(prefix="deskside-") as folder, _Forwarder() as forwarder:
-        with signals.hold(signal.SIGINT):  # until `launched.begin`: a Python that starts prints a traceback
+        with signals.hold(
+            signal.SIGINT
+        ):  # until `launched.begin`: interrupting a Python start prints a traceback
             context = start_processes(
                 "deskside",
                 sys.executable,
@@ -236,7 +239,7 @@ def _stopped(number: int, failures: Mapping[int, Any]) -> int:
 def _cause(
     failures: Mapping[int, Any], processes: int, outputs: Mapping[int, str]
 ) -> UsageError | ProcessError:
-    """Return the error that caused the others. Prints what its process printed, if that has reported no error.
+    """Return the error that caused the others. If its process has reported none, print the end of its output.
 
     failures: rank -> torch's `ProcessFailure`; outputs: rank -> file with its standard error, "" if not redirected.
     """

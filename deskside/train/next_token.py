@@ -27,7 +27,7 @@ from deskside.train.time_budget import SAMPLE_SHARE
 def worst_case_batch(
     dataset: RowDataset, rows: int, passes_everywhere: int, device: torch.device, document_mask: bool
 ) -> Batch:
-    """Return a batch with the shapes of the loader's, with random tokens and one document per row."""
+    """Return a batch of the shapes that the loader yields, with random tokens and one document per row."""
     length = dataset.sequence_length
     generator = torch.Generator().manual_seed(0)
     tokens_BT = torch.randint(dataset.vocab_size, (rows, length), generator=generator).to(device)
@@ -57,7 +57,7 @@ class NextToken:
     metric_names: tuple[str, ...] = ()
     multi_token = MultiTokenConfig()
     progress = 0.0
-    # Weights of the future targets in the present step, always in the same memory
+    # Weights of the future targets in the current step, always in the same memory
     _weights_K: Tensor | None = None
 
     def open(self, config: RunConfig, path: Path, split: str, sequence_length: int) -> PackedDataset:
@@ -128,7 +128,7 @@ class NextToken:
         return Loss(total, router, sums)
 
     def _future(self, batch: Batch) -> FutureTargets | None:
-        """Return the future targets of a batch with their present weights; None if all weights are 0."""
+        """Return the future targets of a batch with their current weights; None if all weights are 0."""
         targets_BTK = batch.future_targets_BTK
         if targets_BTK is None or not self._has_future():
             return None

@@ -39,8 +39,8 @@ def check_run_is_shared(world: World, run: Path) -> None:
 def check_resumed_run_is_shared(run: Path) -> None:
     """Raise UsageError on every rank unless all nodes see the run to resume.
 
-    The run's configuration names the device of the process group, so there is no group yet. Without this check, the
-    nodes that see the run would wait for those that don't, which have ended. It uses torchrun's store.
+    Without this check, the nodes that see the run would wait for those that don't, which have ended. It uses torchrun's
+    store, because there is no process group yet: its device is in the run's configuration.
     """
     if node_count() == 1 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return
@@ -71,7 +71,8 @@ def check_data_is_equal(world: World, fingerprint: str) -> None:
 def explain_lost_process(run: Path) -> Iterator[None]:
     """Turn torch's error about a process that has ended into a RunError.
 
-    Under `train/launch.py` the error stays as it is, because that sees all processes and prints the one to blame.
+    Under `train/launch.py` the error stays as it is, because the launcher sees all processes and prints the error that
+    caused the others.
     """
     try:
         yield
@@ -87,7 +88,7 @@ def explain_lost_process(run: Path) -> Iterator[None]:
 
 
 def _view(run: Path) -> tuple[str, str]:
-    """Return this node's name, and a digest of what it sees of the run, "" for nothing."""
+    """Return this node's name, and a digest of the run that it sees, or "" if it sees none."""
     try:
         seen = hashlib.sha256((run / "run.json").read_bytes()).hexdigest()
     except OSError:
@@ -96,7 +97,7 @@ def _view(run: Path) -> tuple[str, str]:
 
 
 def _refuse_blind(views: list[tuple[str, str]], run: Path) -> None:
-    """Raise UsageError if not all nodes see the same run, or none. views: of all ranks, from `_view`."""
+    """Raise UsageError if some nodes do not see the run that others see. views: of all ranks, from `_view`."""
     witness, run_seen = next((view for view in views if view[1]), views[0])
     blind = sorted({host for host, seen in views if seen != run_seen})
     if blind:

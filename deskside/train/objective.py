@@ -84,9 +84,9 @@ class Loss:
 class Evaluation:
     """Result of an evaluation: entries of metrics.jsonl and summary.json, and a message for the terminal.
 
-    `tokens` of the split's `num_tokens` were evaluated, from which the loop predicts the time of a whole evaluation.
-    `baselines` returns the summary's gzip and unigram entries for the same part of the split; None if the summary has
-    the right ones.
+    `tokens` is how many of the split's `num_tokens` were evaluated, from which the loop predicts the time of a whole
+    evaluation. `baselines` returns the summary's gzip and unigram entries for the same part of the split; None if the
+    summary has the right ones already.
     """
 
     metrics: dict[str, float]
@@ -143,7 +143,7 @@ class Objective(Protocol):
         """
 
     def extra_step_seconds(self) -> float:
-        """Return the seconds of a step for work besides its passes, such as sampling. Call it after `begin`."""
+        """Return the seconds that a step spends outside of its passes, such as in sampling. Call it after `begin`."""
 
     def sampling_seconds(self) -> float:
         """Return the seconds that `samples` will take, as measured by `begin`; 0 if it was not measured."""

@@ -18,7 +18,7 @@ from deskside.kernels.attention import ContextRanks
 from deskside.optim.owners import ALONE, Replicas
 from deskside.utils.errors import UsageError
 
-NO_LIMIT = timedelta(days=365)  # of a wait
+NO_LIMIT = timedelta(days=365)  # for a wait that may take hours
 
 
 @dataclass(frozen=True)
@@ -107,13 +107,13 @@ class World:
         return values
 
     def barrier(self) -> None:
-        """Wait until every rank has called this, at most as long as torch's process group does."""
+        """Wait until every rank has called this, for at most the timeout of torch's process group."""
         if self.size > 1:
             dist.barrier()
 
     @contextlib.contextmanager
     def rank_zero_first(self) -> Iterator[bool]:
-        """Context manager, True on rank 0, in which that may work for hours; the other ranks wait for it at the end.
+        """Context manager in which rank 0 may work for hours; the others wait for it at the end. Yields True on rank 0.
 
         An exception on rank 0 ends the wait of the others with an error, as soon as its process ends.
         """

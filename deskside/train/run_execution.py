@@ -121,7 +121,9 @@ class RunExecution:
     def run_plan(self, plan: StepPlan, checkpointer: Checkpointer) -> RunOutcome:
         """Train from the newest checkpoint, if there is one, to the end of the plan, and finish the run."""
         config, restored = self.config, self.restore(checkpointer) if self.resumed else None
-        restored_step = restored.step if restored else None  # `progress` is the same object, and counts on
+        restored_step = (
+            restored.step if restored else None
+        )  # `progress` is the same object and keeps counting
         if self.world.is_rank_zero:
             environment = environment_record.describe(self.world.device, self.run.path)
             peak = round(self.meter.peak_flops / 1e12, 2)
@@ -240,7 +242,7 @@ class RunExecution:
                 self.facts.pop("cuda_graph", None)
             return plan
         tokens = max(stage.micro_rows * stage.sequence_length for stage in stages)
-        # For CPUs, there is no model of a process's resident set.
+        # There is no memory model for a process on a CPU.
         memory = self.modelled_memory(tokens) if self.world.device.type == "cuda" else None
         self.facts = first_facts(self.config, plan, stages, self.reserve(), memory) | {
             "data": self.validation.fingerprint,
@@ -398,7 +400,7 @@ class RunExecution:
             "clock": self.clock.kind,
             "tokens_per_second": trainer.tokens_per_second(),
             **({"gpu_shared": self.sharing.share} if self.sharing.share else {}),
-            # With the speed, because an emulated format is slower than a native one.
+            # Recorded next to the speed, because an emulated format is slower than a native one.
             "precision": self.prepared.precision["chosen"],
             "emulated": emulated(self.prepared.precision),
             "mfu": self.meter.mfu(flops) if flops else None,

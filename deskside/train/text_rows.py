@@ -28,7 +28,7 @@ def open_text(config: RunConfig, path: Path, split: str, sequence_length: int) -
 
 
 def check_data(config: RunConfig) -> None:
-    """Refuse the data of a run as its start would, with the same line; no data is not refused.
+    """Check the data of a run as its start would, with the same errors. A run without data passes.
 
     Data that the run would first prepare from its sources is not checked. Raises as `open_text`.
     """

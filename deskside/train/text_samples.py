@@ -53,8 +53,8 @@ def sample_text(
             break
     results = []
     for number, (prompt, new) in enumerate(zip(prompts, generated, strict=True)):
-        # A token may contain part of a character. One that the prompt begins belongs to the sample, and new tokens are
-        # decoded with the prompt.
+        # A token may contain part of a character. A character that the prompt begins belongs to the sample, so new
+        # tokens are decoded together with the prompt.
         text = tokenizer.decode(prompt, skip_special_tokens=True).rstrip("\N{REPLACEMENT CHARACTER}")
         whole = tokenizer.decode(prompt + new, skip_special_tokens=True)
         language = {"language": languages[number]} if languages else {}

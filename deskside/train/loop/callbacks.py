@@ -33,7 +33,7 @@ class Callback:
 
     earlier_seconds: wall-clock seconds of the run's earlier processes, including steps that were lost. resume_command:
     the command that resumes the run, for the message after a stop; None selects the objective's own command.
-    earlier_phases_until: value of time.perf_counter() at which the command began with the run, after other work.
+    earlier_phases_until: value of time.perf_counter() at which the command began the run, after other work.
     """
 
     earlier_seconds = 0.0
@@ -192,8 +192,8 @@ class TensorBoard(Callback):
 class Tracker(Callback):
     """Logs to Weights & Biases or trackio, which share one interface.
 
-    A resumed run continues its record there, which has the id in `TRACKER_FILE`. trackio knows a run by its name, so
-    that the id is part of it.
+    A resumed run continues its record there, whose id is in `TRACKER_FILE`. trackio identifies a run by its name, so
+    the id is part of the name.
     """
 
     def __init__(self, package: str, project: str, run: RunDirectory, config: dict[str, Any]):
@@ -224,7 +224,7 @@ def check_trackers(config: TrackConfig) -> None:
 
 
 def _tracker_id(run: RunDirectory) -> str:
-    """Return the id of the run at trackers, which is made when it is first asked for."""
+    """Return the id of the run at trackers, which the first call creates."""
     if (run.path / TRACKER_FILE).is_file():
         return str(run.read_json(TRACKER_FILE).get("id"))
     run_id = secrets.token_hex(4)

@@ -1,8 +1,8 @@
-"""Notices that another process computes on the run's GPU, so that its speed is not taken for that of the whole GPU.
+"""Detect other processes that compute on the run's GPU, so that its speed is not taken for that of the whole GPU.
 
-A game, another training run or a second study makes a run slower by an amount that depends on chance. What does not
-depend on time, such as the loss after a number of tokens, stays valid; speed, power and energy do not, nor does the
-loss of a run whose length is a time.
+A game, another training run or a second study slows a run down by an unpredictable amount. What does not depend on
+time, such as the loss after a number of tokens, stays valid; speed, power and energy do not, nor does the loss of a run
+whose length is a time.
 """
 
 import time
@@ -15,7 +15,7 @@ from deskside.train.nvml import NvmlDevice
 from deskside.train.objective import RowDataset
 from deskside.utils.signals import StopSignal
 
-CHECK_SECONDS = 10.0  # between two questions to the driver, which keeps its samples for about that long
+CHECK_SECONDS = 10.0  # between two queries of the driver, which keeps its samples for about that long
 
 
 class GpuSharingWatch(Callback):
@@ -54,5 +54,5 @@ class GpuSharingWatch(Callback):
 
     @property
     def share(self) -> float | None:
-        """The part of the checks that found another process; None without a check."""
+        """Fraction of the checks that found another process; None without a check."""
         return self._shared / self._checks if self._checks else None

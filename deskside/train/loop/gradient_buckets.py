@@ -92,7 +92,7 @@ class GradientBuckets:
     ):
         self.world, self.dtype = world, dtype
         self.buckets: list[Bucket] = []
-        # Otherwise, a sum exists beside the gradient until it is converted.
+        # If sums are not gradients, each needs memory beside its gradient until it is converted.
         sums_are_gradients = dtype == torch.float32 and all(i.parameter.dtype == dtype for i in infos)
         self._side = SideStream(world.device, IN_FLIGHT if sums_are_gradients else WAITING)
         self._rehearsed: deque[list[Tensor]] = deque(maxlen=0 if sums_are_gradients else WAITING)

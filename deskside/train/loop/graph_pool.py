@@ -1,4 +1,4 @@
-"""CUDA graphs that share a memory pool, what they need, and how a lack of memory shows in a capture."""
+"""CUDA graphs that share a memory pool, the memory that they need, and the errors of a capture that runs out of it."""
 
 import gc
 from collections.abc import Callable
@@ -109,10 +109,10 @@ class PassMemory:
 
 
 def memory_error(error: BaseException) -> BaseException | None:
-    """Return the error for lack of memory among an exception and those that led to it; None if there is none.
+    """Return the out-of-memory error among an exception and its causes; None if there is none.
 
-    torch raises torch.OutOfMemoryError only for its own allocations; those of CUDA, cuBLAS and Triton can only be
-    told by their text. If a capture runs out of memory, ending it may fail too, which hides the first error.
+    torch raises torch.OutOfMemoryError only for its own allocations; the errors of CUDA, cuBLAS and Triton can be
+    recognized only by their text. If a capture runs out of memory, ending it may fail too, which hides the first error.
     """
     for one in chain_of(error):
         text = str(one)

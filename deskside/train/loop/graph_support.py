@@ -1,6 +1,7 @@
 """Checks of the device, execution mode and attention backends of a run with `compute.cuda_graph`.
 
-`config/run_checks.py` refuses what the configuration alone rules out. With `auto`, such a run has no graphs instead.
+`config/run_checks.py` refuses what the configuration alone rules out. With `auto`, a run that cannot be captured has no
+graphs instead.
 """
 
 import torch

@@ -1,9 +1,9 @@
 """A pass of a training step, forward and backward of one micro-batch, as a CUDA graph (`compute.cuda_graph`).
 
-The host needs longer to launch the few hundred kernels of a small pass than the GPU to run them. A graph is launched at
-once. It repeats the kernels of its capture at the same addresses with the same arguments, so all that a pass reads and
-writes outside of itself stays in the same memory for the whole run: the weights, which the optimizer updates in place,
-the delayed scales, and what this module adds:
+The host takes longer to launch the few hundred kernels of a small pass than the GPU takes to run them. A graph is a
+single launch. It repeats the kernels of its capture at the same addresses with the same arguments, so all that a pass
+reads and writes outside of itself stays in the same memory for the whole run: the weights, which the optimizer updates
+in place, the delayed scales, and what this module adds:
 
     inputs      the tensors of the micro-batch, which is copied into them
     count       the number of targets of the step, by which the loss is divided
@@ -12,8 +12,8 @@ the delayed scales, and what this module adds:
 
 A second graph, replayed once a step before its first pass, converts the weights into the forms that the products read.
 Both graphs share a memory pool. Passes without a graph use the same tensors, so they can be mixed with replays in a
-step; this is how the first steps of a kind run, in which kernels are compiled, and the last pass of a step of several
-replicas, whose backward sends gradients while it runs.
+step. The first steps of a kind have no graph, because they compile kernels, and neither has the last pass of a step of
+several replicas, whose backward sends gradients while it runs.
 
 Whatever else determines the operations of a pass is part of its `PassKind`. If that changes, the graphs are dropped and
 the pass is captured again. The activations of a captured pass stay reserved until then, also during updates and
@@ -86,7 +86,7 @@ class PassKind:
 
 @dataclass
 class _Captured:
-    """The graphs of a kind of pass. convert: of the conversion of `converted` into `forms`; None if there are none."""
+    """The graphs of a kind of pass. convert: converts `converted` into `forms`; None if there are none."""
 
     pool: GraphPool
     convert: Graph | None
@@ -105,7 +105,7 @@ class _CaptureFailed(Exception):
 
 
 class GraphedPass:
-    """Runs the passes of steps: as they are at first, then by replaying a graph of them.
+    """Runs the passes of steps: without a graph at first, then by replaying a captured one.
 
     Args:
         parameters: The trained weights.
@@ -151,11 +151,11 @@ class GraphedPass:
         self._needed = 0  # bytes of a pass of this dry step
         self._reserved: object | None = None
         self._dry = self._converted_in_step = False
-        self._steps = 0  # completed ones of this kind with passes without a graph
+        self._steps = 0  # completed steps of this kind that ran a pass without a graph
         self._ran_in_step = False  # a pass of this kind without a graph, in a step that counts
 
     def begin_step(self, dry: bool = False) -> None:
-        """Give all weights their gradients, which are zero. A dry step is never captured, and does not count."""
+        """Set the gradients of all weights to zeros. A dry step is never captured, and does not count."""
         if not self.gradients:
             self._allocate_gradients()
         torch._foreach_zero_(self.gradients)
@@ -313,7 +313,7 @@ class GraphedPass:
                 f"{gib(pool.reserved_bytes())} stay reserved for it"
             )
             return
-        # Not above, where the exception still keeps tensors in the pool alive.
+        # Not in the except block, where the exception still keeps tensors in the pool alive.
         if pool is not None:
             self._free(pool, forms)
         raise failure
@@ -321,7 +321,7 @@ class GraphedPass:
     def _capture_conversion(
         self, pool: GraphPool, converted: list[ConvertedWeight], forms: list[Forms]
     ) -> Graph | None:
-        """Capture the conversion of the weights and replay it. Return its graph, and the converted forms in `forms`."""
+        """Capture the conversion of the weights and replay it. Return its graph, and write the forms to `forms`."""
         if not converted:
             return None
 
@@ -348,7 +348,7 @@ class GraphedPass:
         self._converted_in_step = True
 
     def _free(self, pool: GraphPool, forms: list[Forms]) -> None:
-        """Free the memory of a pool, in which these forms are, and the cached ones."""
+        """Free the memory of a pool and of these forms in it, and drop the cached forms."""
         forms.clear()
         self._precision.forget_weights()
         pool.release()

@@ -1,4 +1,4 @@
-"""Gradients that are summed and wait for the optimizer in host memory, with the results of gradients on the device.
+"""Gradients that are summed and kept in host memory until the update, with the same results as on the device.
 
 As soon as autograd has completed the gradient of a weight, it is added to the sum in page-locked host memory and freed:
 the sum so far travels to the device in pieces, and the new one back, beside the backward of earlier layers (as in llmq,
@@ -29,7 +29,7 @@ class HostGradients:
     """Moves the gradients of the optimizer's separate parameters to the host, and back for the update."""
 
     def __init__(self, optimizer: Optimizer, device: torch.device):
-        # Only during a step, because a run replaces the optimizer of its dry steps, whose state may fill the host.
+        # Kept only during a step, because a run replaces the optimizer of its dry steps, whose state may fill the host.
         self._optimizer: Optimizer | None = None
         self._device, self._side = device, SideStream(device)
         self._streamer = Streamer(device)
@@ -101,7 +101,7 @@ class HostGradients:
 
     @torch.no_grad()
     def _add(self, name: str, gradient: Tensor, first: int, parts: Sequence[Tensor]) -> None:
-        """Add a part of a gradient to its sum; in the first pass, it is the sum."""
+        """Add a part of a gradient to its sum; in the first pass, the part becomes the sum."""
         (total,) = parts
         if self._pass == 0:
             total.copy_(gradient)
@@ -117,7 +117,7 @@ class HostGradients:
         total = self._sums[info.name]
         if self._device.type != "cuda":
             return total.clone(), None
-        # Allocated on the main stream, where it is used and freed, so its memory may be in use there until now.
+        # Allocated on the main stream, where it is used and freed, so earlier work there may still use its memory.
         gradient = torch.empty_like(total, device=self._device, pin_memory=False)
         if self._fetch_stream is None:
             self._fetch_stream = torch.cuda.Stream(self._device)

@@ -25,7 +25,7 @@ class ReleasedGradients:
     """Updates the optimizer's separate parameters as soon as their gradients are complete."""
 
     def __init__(self, optimizer: Optimizer, device: torch.device):
-        # Only during a step, because a run replaces the optimizer of its dry steps, whose state may fill the host.
+        # Kept only during a step, because a run replaces the optimizer of its dry steps, whose state may fill the host.
         self._optimizer: Optimizer | None = None
         self._side, self._limit = SideStream(device), 0.0
         self._received: set[str] = set()  # names of the parameters that were updated in this step
@@ -36,7 +36,7 @@ class ReleasedGradients:
             call_after_gradient(info.parameter, self._release, name)
 
     def begin_step(self, optimizer: Optimizer, passes: int, step: int, limit: float) -> None:
-        """Begin a step. limit: largest norm of the gradients; 0 changes no weight, which is for dry steps.
+        """Begin a step. limit: largest norm of the gradients; 0, for dry steps, changes no weight.
 
         Raises ValueError for a step of several passes, whose gradients are complete only after the last one.
         """

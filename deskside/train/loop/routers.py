@@ -52,7 +52,7 @@ class Routers:
         """Return the entries of metrics.jsonl for the sums of a step.
 
         load_imbalance: the largest load of an expert over the mean load, averaged over the layers; 1 is even.
-        router_entropy: averaged over the layers, in nats. by_layer: with "experts", which has lists by layer. A load is
+        router_entropy: averaged over the layers, in nats. by_layer: add "experts", which has lists by layer. A load is
         the share of a layer's choices. dropped_tokens: choices of a layer that no expert computed, which has to be 0.
         """
         if not self.layers:

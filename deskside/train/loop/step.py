@@ -110,7 +110,7 @@ class Stepper:
         self.precision_config, self.grad_clip = context.config.precision, context.config.optim.grad_clip
         self.routers = Routers(self.model)
         self.gradient_sums = GradientSums(self.model, optimizer.separate)
-        # After `gradient_sums`, so that it takes the sums over passes.
+        # Created after `gradient_sums`, so that it takes the sums over passes.
         self.buckets = GradientBuckets(
             classify_parameters(self.model),
             self.world,
@@ -263,7 +263,7 @@ class Stepper:
         return self.update(sums, step, micro_batches[0].num_valid_step, dry)
 
     def average_weights(self, step: int, progress: float) -> None:
-        """Add the weights after step number `step` to their average, if that is due. progress: as the step began."""
+        """Add the weights after step number `step` to their average, if due. progress: at the start of the step."""
         average = self.context.average
         if average is not None and average.due(step, progress):
             self.wait_for_weights()
@@ -355,7 +355,7 @@ class Stepper:
     def _pass(self, batch: Batch, sums: Tensor, count: TargetCount | None = None) -> None:
         """Forward and backward of one micro-batch. Its loss and its other sums are added to `sums`.
 
-        count: the number of targets of the step, which is the batch's if it is None.
+        count: the number of targets of the step; None: the batch's `num_valid_step`.
         """
         num_valid_step, names = batch.num_valid_step, self.objective.metric_names
         batch_loss = self.loss(batch)

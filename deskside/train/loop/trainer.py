@@ -219,7 +219,7 @@ class Trainer:
         return must_stop and not done
 
     def _evaluate(self) -> dict[str, float]:
-        """Evaluate; in the window of the final model, if losses of different stages are compared."""
+        """Evaluate, in the final model's window if losses of different stages are compared."""
         if self.config.checkpoint.keep_best or self.config.evaluate.stop_early:
             with self.stepper.final_window():
                 return self.evaluate()
@@ -228,8 +228,8 @@ class Trainer:
     def _save_before_end(self) -> None:
         """Log the last step and save a checkpoint of it, if there is none.
 
-        What prevents that is only logged, because the run ends with the error that led here. After too many skipped
-        steps nothing is saved: the last checkpoint is the one that the run would have gone back to.
+        An error that prevents this is only logged, because the run ends with the error that led here. After too many
+        skipped steps nothing is saved: the last checkpoint is the one that the run would have gone back to.
         """
         self.clock.stop()
         try:

@@ -156,7 +156,7 @@ class BatchSizeFinder:
                 with self.stepper.precision.high_precision():
                     self.dry_step(stage.micro_rows, stage.dataset, rows)
             stage.dry_seconds = self.step_seconds(stage, rows, micro_batch)
-        self.stepper.precision.scales.reset()  # the dry steps' data is not that of the run
+        self.stepper.precision.scales.reset()  # the dry steps' data is not the run's
         return micro_batches
 
     def stage_rows(self, stage: StageWork) -> int:
@@ -283,11 +283,13 @@ class BatchSizeFinder:
     def compile_kernels(self, micro_rows: int, dataset: RowDataset, rows: int) -> None:
         """Compile the Triton kernels of a step in parallel; the first dry step would compile them one after the other.
 
-        Once for each sequence length and window: micro-batches of other sizes need hardly any other kernels.
+        This is done once for each sequence length and window, because other micro-batch sizes need hardly any other
+        kernels.
         """
         precision, world = self.stepper.precision, self.world
-        # Not if a step depends on what a skipped kernel would have written, such as indices of experts or weights that
-        # the backward updates; nor if a process that runs out of memory here would leave others waiting within a pass.
+        # Not done if a step depends on what a kernel that is not compiled yet would have written, such as indices of
+        # experts or weights that the backward updates, or if a process that runs out of memory would leave others
+        # waiting within a pass.
         if world.device.type != "cuda" or world.waits_within_passes:
             return
         if self.config.model.num_experts or self.config.optim.gradients != "device":

@@ -1,7 +1,7 @@
-"""Decision whether a run with `compute.cuda_graph` auto replays its passes from graphs.
+"""Decide whether a run with `compute.cuda_graph` auto replays its passes from CUDA graphs.
 
-It does if the host launches kernels for most of the time of a dry step, and if dry steps that reserve the memory of a
-captured pass succeed. A resumed run does what the run did before, if the memory still suffices.
+It does if launching kernels takes the host most of the time of a dry step, and if dry steps that reserve the memory of
+a captured pass succeed. A resumed run does what the run did before, if the memory still suffices.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from deskside.train.prepare.batch_size_finder import (
 
 
 def choose_graphs(finder: BatchSizeFinder, stages: Sequence[StageWork], recorded: bool | None = None) -> None:
-    """Prepare the stepper of `finder` to capture passes, if the run may choose so and should.
+    """Prepare the stepper of `finder` to capture passes, if `compute.cuda_graph` is auto and graphs pay off and fit.
 
     stages: with their micro-batches. recorded: whether the run that is resumed replays passes; None for a new run.
     """
@@ -54,8 +54,8 @@ def choose_graphs(finder: BatchSizeFinder, stages: Sequence[StageWork], recorded
 def host_share(finder: BatchSizeFinder, stage: StageWork) -> float:
     """Return the share of the time of a dry step of one pass that the host takes to launch it.
 
-    Of the faster of two. In a step of several passes, a host that is faster than the device fills its queue of 1,024
-    launches, and waits.
+    The faster of two dry steps counts. They have one pass, because in a step of several passes a host that is faster
+    than the device fills its queue of 1,024 launches and waits.
     """
     finder.stepper.set_window(stage.window)
     micro_rows = stage.micro_rows
@@ -65,7 +65,7 @@ def host_share(finder: BatchSizeFinder, stage: StageWork) -> float:
 
 
 def _fits(finder: BatchSizeFinder, stages: Sequence[StageWork]) -> bool:
-    """Prepare to capture passes. Return True if a captured pass has room beside the steps of all stages."""
+    """Prepare to capture passes. Return True if a captured pass fits in memory next to the steps of all stages."""
     stepper, prepared = finder.stepper, False
     with contextlib.suppress(torch.OutOfMemoryError):  # all ranks must agree before any of them runs a step
         stepper.use_graphs(stepper.event)

@@ -22,7 +22,7 @@ def kept_check(
     cache: TrialCache, problem: Mapping[str, Any], check: Callable[[], CheckResult]
 ) -> CheckResult:
     """Return the kept result of a check that passed for this problem, or run the check."""
-    # Deterministic kernels are other kernels, and some do not exist.
+    # Deterministic mode uses other kernels, and some operations have none.
     problem = {**problem, "deterministic": torch.are_deterministic_algorithms_enabled()}
     kept = cache.find(KIND, problem)
     if kept is not None:

@@ -20,7 +20,7 @@ MAX_TRIAL_TOKENS = 65_536
 
 
 def check_matmul(config: RunConfig, precision: QuantizedModel, world: World) -> None:
-    """Raise UsageError if compute.matmul is quack, and no product of the run can be computed by it."""
+    """Raise UsageError if compute.matmul is quack but quack-kernels can compute no product of the run."""
     if config.compute.matmul != "quack":
         return
     if world.sharded or precision.matmul_shape(1) is None:
@@ -42,8 +42,8 @@ def choose_and_use_matmul(
 ) -> dict[str, Any]:
     """Use the kernels that rank 0 chooses, and return the entries of plan.json; {} if all products are torch's.
 
-    The micro-batch is chosen afterwards, with these kernels. So the trial has the tokens of `batch.micro_tokens`, or
-    those of a GPU in a step if that is "auto".
+    The micro-batch is chosen afterwards, with these kernels. So the trial uses `batch.micro_tokens` tokens or, if that
+    is "auto", the tokens of one GPU in a step.
 
     tokens: the most that the run can train on. recorded: plan.json of a resumed run; it keeps its choice, because
     rounding depends on it. Raises UsageError if this machine lacks what the choice needs.

@@ -80,7 +80,7 @@ def choose_recipe(
     name = configured
     if configured == "auto":
         name = default_precision(device.type == "cpu")
-    native = False if config.native == "never" else None  # None: if this device can
+    native = False if config.native == "never" else None  # None: native if this device can
     caps = _usable_caps(run, name, device, say, recorded)
     problem = {"recipe": name, "device": device.type, "native": native, "caps": asdict(caps)}
     result = kept_check(
@@ -281,7 +281,7 @@ def prepare_execution(
     mode = execution_mode(config, recipe, world.device)
     if config.compute.cuda_graph == "on":
         check_execution(world.device, mode)
-    # Nothing else has created it, if all checks were kept from earlier runs.
+    # If all checks were kept from earlier runs, nothing has created the context yet.
     create_cuda_context_for_autograd(world.device)
     if mode == "fused" and world.device.type == "cuda":
         check_block_once(model, world.device, cache)

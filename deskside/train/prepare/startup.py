@@ -18,7 +18,7 @@ class Startup:
         self._last = began
 
     def done(self, part: str, now: float | None = None) -> None:
-        """End a part, by default now; the next one begins. A part that ends several times has the sum."""
+        """End a part, by default now; the next one begins. The times of a part that ends repeatedly are summed."""
         now = time.perf_counter() if now is None else now
         self.seconds[part] = self.seconds.get(part, 0.0) + now - self._last
         self._last = now

@@ -108,7 +108,7 @@ def describe_work(
 
 
 def mixture_epochs(stages: Sequence[StageWork], rows: Mapping[int, int]) -> dict[str, float]:
-    """Return how often each component of a mixture is gone through; {} without a mixture.
+    """Return the epochs of each component of a mixture; {} without a mixture.
 
     rows: the rows that are used at each sequence length.
     """
@@ -123,7 +123,7 @@ def mixture_epochs(stages: Sequence[StageWork], rows: Mapping[int, int]) -> dict
 
 
 def config_with_graphs(config: RunConfig, graphs: bool) -> RunConfig:
-    """Return the configuration with `compute.cuda_graph` on or off, as it was decided if the run's has auto."""
+    """Return the configuration with `compute.cuda_graph` set to on or off, as decided for a run that has auto."""
     compute = config.compute.model_copy(update={"cuda_graph": "on" if graphs else "off"})
     return config.model_copy(update={"compute": compute})
 
@@ -231,7 +231,7 @@ def step_spec(
     processes: int = 1,
     sharded: bool = False,
 ) -> StepSpec:
-    """Return the step whose memory `modelled_memory_gib` returns."""
+    """Return the step whose memory `modelled_memory_gib` predicts."""
     options = step_options(config)
     own_tokens = micro_tokens // options["context"]
     passes = 1 if own_tokens * processes >= config.batch.tokens else 2  # more than two need no more memory

@@ -8,8 +8,8 @@ one.
 
 With `checkpoint.background`, training waits only until the state is copied to host memory (`staging.py`). A thread
 writes the copy. Steps are launched meanwhile, because file operations, checksums and safetensors release Python's
-interpreter lock; and if the run is killed, the thread ends too, as a process of its own would not. One checkpoint is
-written at a time. If the run is killed meanwhile, the steps since the checkpoint before are lost.
+interpreter lock; and unlike a separate process, the thread ends if the run is killed. One checkpoint is written at a
+time. If the run is killed meanwhile, the steps since the checkpoint before are lost.
 """
 
 import contextlib
@@ -48,7 +48,7 @@ from deskside.weights.checkpoint_folder import (
     folder_name,
 )
 
-POLL_SECONDS = 0.1  # after which a wait for a checkpoint looks for signals, again and again
+POLL_SECONDS = 0.1  # interval at which a wait for a checkpoint checks for signals
 PRECISION = "precision/"  # prefix of the recipe's tensors, such as delayed scales, in the optimizer's file
 
 
@@ -127,7 +127,7 @@ class Checkpointer:
 
     def __exit__(self, *error: object) -> None:
         self._thread.shutdown()
-        # Only an error leaves the block without `finish`, and is the one to raise.
+        # Only an error leaves the block without `finish`. That error is raised, so that of the write is only logged.
         if self._write is not None and (failure := self._write.written.exception()) is not None:
             with contextlib.suppress(RunError):  # a full disk has no room for the event either
                 self.log.say(str(failure))
@@ -227,8 +227,8 @@ class Checkpointer:
     def finish(self) -> None:
         """Wait until the last checkpoint is published. Every rank calls this. Raises RunError if it was not written."""
         if self._write is not None:
-            # If a signal ends this, `__exit__` must know of the write. Python notices a signal that arrives just before
-            # the thread blocks only when it wakes, so it wakes now and then.
+            # If a signal ends this, `__exit__` must know of the write. Python handles a signal that arrives just before
+            # the thread blocks only when the thread wakes, so the wait has a timeout.
             while not wait([self._write.written], timeout=POLL_SECONDS).done:
                 pass
             write, self._write = self._write, None

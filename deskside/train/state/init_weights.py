@@ -27,8 +27,8 @@ class InitialWeights:
 
     source: the run or model directory that they come from. vocabulary: token -> id. fresh: ids of the tokens whose
     embeddings are reinitialized, see `resize_vocabulary`. dense: the run trains a mixture of experts that starts as
-    this dense model, and `weights` are by logical name (see weights/upcycle.py). adapters: with which training of
-    adapters begins; None for new ones.
+    this dense model, and `weights` are by logical name (see weights/upcycle.py). adapters: the adapters that training
+    starts from; None for new ones.
     """
 
     source: str

@@ -1,8 +1,8 @@
 """A copy of a run's state in host memory, from which a checkpoint is written while training continues.
 
-`torch.distributed.checkpoint.async_save` also copies and then saves in a thread, but its future ends when the tensors
-are written: checksums, state, flush and rename would need a second thread behind it. So the copy is made here, and the
-whole of `weights/checkpoint.save`, which publishes a checkpoint, runs in one thread (`checkpointer.py`).
+`torch.distributed.checkpoint.async_save` also copies and then saves in a thread, but its future completes when the
+tensors are written: checksums, state, flush and rename would need a second thread behind it. So the copy is made here,
+and the whole of `weights/checkpoint.save`, which publishes a checkpoint, runs in one thread (`checkpointer.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,10 +25,10 @@ OPTION = "checkpoint.background"
 
 
 class Staging:
-    """Host memory for a copy of groups of tensors, of which sharded ones are copied in part: this rank's shards.
+    """Host memory for a copy of groups of tensors. Sharded tensors are copied in part: this rank's shards.
 
-    The memory is used again by every copy, and is page-locked if `device` is a GPU. Raises UsageError if the host lacks
-    the memory, and RunError if it cannot be page-locked.
+    Every copy reuses the memory, which is page-locked if `device` is a GPU. Raises UsageError if the host lacks the
+    memory, and RunError if it cannot be page-locked.
 
     usable: bytes of host memory before any process allocates; None: unknown. processes: how many processes of this
     machine allocate as much.
