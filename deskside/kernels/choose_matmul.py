@@ -76,7 +76,7 @@ def choose_matmul(
 ) -> dict[str, Any] | None:
     """Return the results of the trial for plan.json (see `MatmulChoice.of`); None if all products stay torch's.
 
-    That is so without the package, in a run that is too short for it to pay, and with too little memory for a trial.
+    This is the case without the package, in a run too short for it to pay off, and with too little memory for a trial.
     Raises RuntimeError if the package cannot be used.
 
     passes: of one block in the run; infinite if the trial has to be made, whatever it saves.
@@ -107,9 +107,10 @@ def choose_matmul(
 
 @dataclass(frozen=True)
 class _Problem:
-    """A product without the package, and with a tile of it.
+    """A product, computed without the package and with one of its tiles.
 
-    alternating: the tile's first result has the columns of gate and up in turn, cuBLAS's all gates and then all ups.
+    alternating: in the tile's first result, the columns of gate and up alternate; in that of cuBLAS, all gates come
+    first.
     """
 
     cublas: Callable[[], tuple[Tensor, ...]]
@@ -117,7 +118,7 @@ class _Problem:
     alternating: bool = False
 
     def in_order(self, results: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the results with a tile in the order of those without the package."""
+        """Return a tile's results, with columns in the order of cuBLAS."""
         return (deinterleave(results[0].T).T, *results[1:]) if self.alternating else results
 
 
@@ -158,7 +159,7 @@ class _Trial:
     def choose_gated(self, plain: list[dict[str, Any]]) -> dict[str, Any] | None:
         """Return the result for the two products of a gated MLP, which are used if both together are faster.
 
-        plain: results of `choose_plain`, by which the same products without the gate may be faster too.
+        plain: results of `choose_plain`, because the package may also be faster at these products without the gate.
         """
         if not self.gated:
             return None
@@ -184,7 +185,7 @@ class _Trial:
         return key in (("output", 2 * F, D), ("input_gradient", D, F))
 
     def _times(self, problem: _Problem) -> "_Times":
-        """Return the seconds without the package, under None, and with the tiles that are right."""
+        """Return the seconds without the package (key None), and with each tile whose results are right."""
         times: _Times = {None: seconds(problem.cublas, self.device)}
         expected = problem.cublas()
         for tile in self.tiles:

@@ -25,7 +25,7 @@ def write_state(
 ) -> None:
     """Store the newest token, or 0 for NOT_FINITE, length and count of some rows, all int64.
 
-    added: to lengths and counts.
+    added: number to add to lengths and counts.
 
     Rows that occur several times in `lanes` may get any of their values. The last row of the state stays zero.
     """

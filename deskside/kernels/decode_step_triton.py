@@ -1,6 +1,6 @@
 """The kernels of decode_step.py in Triton, and their launches. Imported only where tensors are on a GPU.
 
-`_largest`: the largest logit of a piece of a row, and its token. `_first_of_largest`: the same of the pieces of a row.
+`_largest` finds the largest logit of a piece of a row, and its token; `_first_of_largest` that of all pieces of a row.
 """
 
 import torch

@@ -91,7 +91,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
     Q: (B, T, HEADS, C). K, V: (pages, KV_HEADS, S, C). TABLE: (B, width). POSITION: (B, T).
     scale, softcap: as `add_keys`.
-    OUT: (B, SPANS, T, HEADS, C) float32, normalised within a span. LSE: (B, SPANS, T, HEADS), log2 of the span's sum of
+    OUT: (B, SPANS, T, HEADS, C) float32, normalized within a span. LSE: (B, SPANS, T, HEADS), log2 of the span's sum of
     exponentials, -inf for a query that sees nothing in the span.
     """
     row = tl.program_id(0).to(tl.int64)

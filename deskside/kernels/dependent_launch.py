@@ -1,11 +1,12 @@
-"""Programmatic dependent launch: a kernel starts while the kernel before it still runs.
+"""Programmatic dependent launch: a kernel starts while its predecessor still runs.
 
 The kernels of a decoding step take a few microseconds each, and between two of them a GPU otherwise idles for about one
 more. A kernel launched with `launch_pdl` starts as soon as all blocks of its predecessor have called
 `gdc_launch_dependents`, which most do first, so several kernels may be waiting at a time. `gdc_wait` waits until the
 predecessor has finished and its results can be read. Because each kernel waits, all earlier ones have finished too.
-Before it, a kernel may read only what was written before the last kernel without an early start, and write nothing: in
-a decoding step the embedding has none, so weights, positions, page tables and the keys of earlier tokens may be read.
+Before `gdc_wait`, a kernel must write nothing, and may read only what was written before the last kernel without an
+early start. In a decoding step, that is the embedding, so weights, positions, page tables and the keys of earlier
+tokens may be read.
 
 It needs compute capability 9.0 (CUDA C++ programming guide, "programmatic dependent launch and synchronization"). On an
 H200 it makes decoding with 124m 1 to 3 % faster (docs/performance.md). With the many blocks of a prompt, it made the
@@ -16,8 +17,8 @@ from typing import Any
 
 import torch
 
-ENABLED = True  # benchmarks.decode --no-early-start compares
-MAX_BLOCKS = 2048  # measured: 1,152 gain, 9,216 lose
+ENABLED = True  # False with benchmarks.decode --no-early-start, to compare
+MAX_BLOCKS = 2048  # measured: a grid of 1,152 gains, one of 9,216 loses
 
 
 def launch_options(device: torch.device, blocks: int) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Linear layers of a decoding step, with the add and norm before and the activation after them in the same kernel.
+"""Linear layers of a decoding step, with the add and norm before them and the activation after them in one kernel.
 
 A decoding step multiplies every weight with one token of each row. Reading the weights takes most of the time, and the
 rest is latency: a kernel of a few microseconds waits for its launch, for its first bytes, and for its last block. So a
-layer should have few kernels, and each should have all of its loads in flight at once. The kernels here read
-their first weights, or ask for them to be moved to the L2 cache, before the kernel before them has finished
-(`dependent_launch.py`). For one token, every program computes the
-norm itself, and multiplies by its factor after the product, so that the sum of squares and the product are one pass:
+layer should have few kernels, and each should have all of its loads in flight at once. The kernels here read their
+first weights, or prefetch them into the L2 cache, before the previous kernel has finished (`dependent_launch.py`). For
+one token, every program computes the norm itself, and multiplies by its factor after the product, so that the sum of
+squares and the product are one pass:
 
     w (x rstd g) = rstd (w (x g))
 
@@ -27,7 +27,7 @@ KERNEL_DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 
 class AddNorm(NamedTuple):
-    """Residual add and RMSNorm before a layer: x + delta is normalised. delta: (N, K); weight: (K,)."""
+    """Residual add and RMSNorm before a layer: x + delta is normalized. delta: (N, K); weight: (K,)."""
 
     delta_NK: Tensor
     weight_K: Tensor

@@ -1,8 +1,9 @@
 """The kernels of few_tokens.py in Triton, and their launches. Imported only where tensors are on a GPU.
 
-`_one_token`: a program multiplies OUTPUTS rows of the weight by the token, elementwise, and sums; the norm before it is
-part of it. `_few_tokens`: a program multiplies them by all tokens on the tensor cores. It asks for its weights to be
-moved to the L2 cache before it waits for the kernel before it, and then reads weights and tokens in several stages.
+`_one_token`: a program multiplies OUTPUTS rows of the weight by the token, elementwise, and sums; the norm before the
+layer is part of the kernel. `_few_tokens`: a program multiplies them by all tokens on the tensor cores. It prefetches
+its weights into the L2 cache before it waits for the previous kernel, and then reads weights and tokens in several
+stages.
 
 K: channels of the input, F: outputs, N: tokens.
 """
@@ -32,8 +33,8 @@ class Tile(NamedTuple):
     stages: int = 1
 
 
-# By number of tokens, rounded up to one of these, and whether there are a gate and an up weight: those with which
-# benchmarks.few_tokens was fastest for 124m on an H200. For 32 tokens none were tried.
+# Tiles by number of tokens, rounded up to one of these, and by whether there are a gate and an up weight. They were the
+# fastest in benchmarks.few_tokens for 124m on an H200. For 32 tokens, none were tried.
 TILES = {
     (1, False): Tile(4, 2048, 4),
     (1, True): Tile(4, 1024, 2),
@@ -59,7 +60,7 @@ def _one_token(  # type: ignore[no-untyped-def]
     k = tl.arange(0, CHANNELS)
     inside = (f < F)[:, None]
     rows = WEIGHT + f.to(tl.int64)[:, None] * K + k[None, :]
-    # The first weights are read before the kernel before this one has finished.
+    # The first weights are read before the previous kernel has finished.
     w = tl.load(rows, inside & (k < K)[None, :], 0.0, cache_modifier=".cg")
     if GATED:
         rows_up = rows + F * K
@@ -166,7 +167,7 @@ def _few_tokens(  # type: ignore[no-untyped-def]
 def _add_norm(  # type: ignore[no-untyped-def]
     X, DELTA, WEIGHT, SUM, NORMED, eps, K: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):
-    """Add and normalise one token, like `triton_norm.add_norm`, with an early start. All but WEIGHT (K,) are (N, K)."""
+    """Add and normalize one token, like `triton_norm.add_norm`, with an early start. All but WEIGHT (K,) are (N, K)."""
     if PDL:
         gdc_launch_dependents()
     k = tl.arange(0, BLOCK)

@@ -1,11 +1,11 @@
-"""BF16 products by the optional package quack-kernels, with the activation of a gated MLP in their epilogues.
+"""BF16 products computed by the optional package quack-kernels, with the activation of a gated MLP in their epilogues.
 
 cuBLAS has no epilogue with a gate, so another kernel has to read and write what a product wrote
 (`kernels/fused/triton_gated.py`). The package (github.com/Dao-AILab/quack) builds products in CuTe DSL, with an
 epilogue that is a Python function of the accumulator. In its "ping-pong" schedule, one warp group multiplies while
 another runs its epilogue, which also makes plain products with a short sum faster.
 
-The two values of a pair have to be neighbours in the accumulator. So the rows of gate and up alternate in the weight
+The two values of a pair have to be neighbors in the accumulator. So the rows of gate and up alternate in the weight
 (`interleave`), and with them the columns of the first layer's output and of its gradient.
 
 The package is imported, and its kernels are compiled, at the first call; they are cached in the user's cache directory
@@ -59,7 +59,7 @@ def tiles_of(device: torch.device) -> tuple[MatmulTile, ...]:
 
 
 def interleave(weight_WD: Tensor) -> Tensor:
-    """Return a weight of gate and up, (2F, D), with their rows in turn: gate 0, up 0, gate 1, up 1, ..."""
+    """Return a weight of gate and up, (2F, D), with their rows alternating: gate 0, up 0, gate 1, up 1, ..."""
     return weight_WD.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)
 
 

@@ -9,7 +9,7 @@ reverse for the gradient.
 Dequantizing INT8 to 16 bits moves 3 bytes per weight. torch would need three passes and a float32 copy. Scaling the
 product instead of the weight is no better: it takes one pass over the codes and one over the product, which at 4,096
 tokens has twice as many values as the weights of Qwen2.5 1.5B; and both passes mix dtypes, for which torch has no
-vectorised kernel.
+vectorized kernel.
 """
 
 from typing import Any

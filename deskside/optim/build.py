@@ -125,7 +125,7 @@ class Optimizer:
 
         If max_norm is above 0, the gradients are scaled down so that their norm is at most max_norm, either in place or
         by the next `step` or `step_one`. If the norm is not finite, the step must be skipped. All replicas call this,
-        because only its owner has the gradient of a matrix.
+        because only the owner of a matrix has its gradient.
 
         separate_squares: sum of the squares of the separate parameters' gradients, if there are any.
         """
@@ -259,10 +259,10 @@ def build(
 ) -> Optimizer:
     """Build the optimizer of a model's trainable parameters.
 
-    AdamW decays matrices, head, embeddings and positions, but never vectors (norms, biases, scalars). With Muon, the
-    matrices decay, and the others of these if `table_weight_decay` is set. Adapters and single rows of a frozen table
-    use AdamW's learning rate unscaled, because `scaling` is for weights that train as a whole; adapters decay, single
-    rows do not.
+    AdamW decays matrices, head, embeddings and positions, but never vectors (norms, biases, scalars). With Muon,
+    matrices decay; head, embeddings and positions decay only if `table_weight_decay` is set. Adapters and single rows
+    of a frozen table use AdamW's learning rate unscaled, because `scaling` is for weights that train as a whole;
+    adapters decay, single rows do not.
 
     Raises UsageError for a parameter of unknown role or on an unsupported device, for sharded weights with 8-bit,
     4-bit or offloaded state, for adapters or single rows with Muon, and for a rate of embeddings without embeddings.
@@ -280,7 +280,7 @@ def build(
     if config.gradients != "device":
         separate = frozenset(info.name for info in parameters if info.parameter.numel() >= adamw_module.SMALL)
     adapted = any(info.role == "adapter" for info in parameters)
-    # With an adapter also for tables that train whole.
+    # With an adapter, tables that train whole are not scaled either.
     if not config.scale or adapted:
         scaling = Scaling(lr=1.0, embedding_lr=1.0, weight_decay=1.0)
     streamer = Streamer(local(parameters[0].parameter).device) if config.offload and parameters else None

@@ -10,7 +10,7 @@ is mostly noise here.) One buffer is enough: for the moving average e of the wei
     e' = e + (1 - gamma) (x - e)    gives    m = (1 - gamma) (x - e) = (1 - gamma) / gamma (x - e')
 
 so both updates are interpolations in place. After a step, when weights are evaluated or saved, they are x. A checkpoint
-has e. A step that the guard skips keeps its move.
+contains e. A step that the guard skips keeps its move.
 
 modded-nanogpt (PRs 308 and 309) has gamma 0.99 and beta 0.6 (0.3 for a faster base) times the learning rate over its
 peak, between 16 % and 76 % (10 % and 67 %) of the run.
@@ -49,7 +49,7 @@ class EmaNesterov:
 
     @torch.no_grad()
     def move(self) -> None:
-        """Update the average by the weights, and move them ahead. Call it once before the passes of a step."""
+        """Update the average with the weights, and move the weights ahead. Call it once before the passes of a step."""
         config = self.config
         self.create_state()
         if self._progress >= config.ema_nesterov_until:

@@ -183,7 +183,7 @@ class Muon:
         return directions
 
     def _update_momentum(self, device_state: Sequence[Tensor], gradient: Tensor, skip: Tensor) -> None:
-        # Without the kernel, because the time of a piece is that of its copies over the bus.
+        # Without the kernel, because the copies over the bus determine the time of a piece.
         self._look_ahead([Direction(gradient, device_state[0], gradient)], skip, None)
 
     def _look_ahead(self, slices: list[Direction], skip: Tensor, table: PointerTable | None) -> Tensor | None:

@@ -33,7 +33,7 @@ def row_factors(sums: Tensor, lr: float, floor: float, brake: float | None) -> T
     if brake is not None:
         length, moved = _total(pp).sqrt(), lr * _total(lift * lift * vv).sqrt()
         wanted = length - lr * _total(lift * pv) / length.clamp_min(1e-8)
-        # Never shorter than the step itself: a matrix that begins as zero could not grow.
+        # At least as long as the step itself, or a matrix that begins as zero could not grow.
         wanted = torch.maximum(wanted, moved)
         reached = (length * length - 2 * lr * _total(lift * pv) + moved * moved).clamp_min(1e-16).sqrt()
         pin = wanted / reached

@@ -3,8 +3,8 @@
 modded-nanogpt (PR 178) ties both for two thirds of a run: the gradient of an embedding is sparse, and profits from that
 of the head early on, but the best tables for reading and for writing differ later. As there, the model has both tables
 from the start, so that it is saved and exported like any untied model. While they are tied, the head is updated by the
-sum of both gradients, and the embedding becomes a copy of it, with its moments: a step after which they part needs
-nothing else, and a resumed run no record of it. The copies take less than a thousandth of a usual step.
+sum of both gradients, and its weights and moments are copied to the embedding. So untying needs no extra work, and a
+resumed run needs no record of it. The copies take less than a thousandth of a usual step.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class TiedTables:
         self.tied = True
 
     def set_progress(self, progress: float) -> None:
-        """Tie the tables in the next step, or not."""
+        """Tie or untie the tables for the next step."""
         self.tied = progress < self.until
 
     @torch.no_grad()
@@ -49,7 +49,7 @@ class TiedTables:
 
 @torch.no_grad()
 def begin_tied(embedding: Tensor, head: Tensor, trained: bool) -> None:
-    """Give the head the weights of the embedding, as in a tied model. Raises UsageError if they are trained."""
+    """Give the head the weights of the embedding, as in a tied model. Raises UsageError for trained weights."""
     if trained:
         raise UsageError("schedule.tied_until: is for runs from random weights; leave it or --init out")
     head.copy_(embedding)

@@ -2,7 +2,7 @@
 
 The model computes in the dtype of its activations and casts each weight where it is used. The activations start with
 the output dtype of the embeddings, so this dtype alone selects BF16 training with float32 master weights. Norms,
-softmax, rotary angles and the loss compute in float32 in every recipe, without any help from here.
+softmax, rotary angles and the loss compute in float32 in every recipe, independently of this module.
 
 Low-precision products are attached as `forward_override`s: to whole sublayers where the fused kernels support them
 (fused_sublayers.py), otherwise to single Linear layers. Parameters are neither moved nor copied. `QuantizedModel` can

@@ -2,8 +2,8 @@
 
     y = g * (x W^T + scale (x A^T) B^T) + bias        g = m / |W + scale B A|
 
-m is a trained number for each row, at first |W|, the norm of the row. As in the paper (section 4.3) and in PEFT, the
-norm below m is a constant for the gradient.
+m is a trained number for each row, initialized to |W|, the norm of the row. As in the paper (section 4.3) and in PEFT,
+the norm that divides m is a constant for the gradient.
 
 The norm is not computed from the sum, which would be a float32 copy of the weight in every pass:
 

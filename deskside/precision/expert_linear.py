@@ -28,7 +28,7 @@ class ExpertWeightQuantizer:
     def __init__(self, recipe: Recipe, shared: Shared, products: tuple[int, int]):
         self.rows, self.columns = recipe.output.right, recipe.input_gradient.right
         self.shared, self.products = shared, products
-        # With square tiles, both forms are the same numbers, and emulated products read either layout.
+        # With square tiles, both forms hold the same numbers, and emulated products read either layout.
         self._one_form = self.rows == self.columns and self.rows.scaling == "16x16"
 
     def quantize_rows(self, weight_EMK: Tensor) -> tuple[QuantizedOperand, tuple[Tensor, ...]]:

@@ -32,7 +32,7 @@ def e4m3_up(x: Tensor) -> Tensor:
 
 
 def e4m3_stochastic(x: Tensor, noise: Tensor) -> Tensor:
-    """Round float32 >= 0 to one of its two neighbours in E4M3, so that the mean is x (if x <= 448).
+    """Round float32 >= 0 to one of its two neighbors in E4M3, so that the mean is x (if x <= 448).
 
     noise: uniform in [0, 1), of x's shape.
     """
@@ -40,7 +40,7 @@ def e4m3_stochastic(x: Tensor, noise: Tensor) -> Tensor:
     nearest = to_fp8(x, "e4m3")
     below = _codes(nearest) - (nearest.float() > x).to(torch.uint8)
     low, high = _e4m3_at(below).float(), _e4m3_at(below + 1).float()
-    # The difference of neighbours is a power of two, so the division is exact. For x = 448, `high` is NaN and the
+    # The difference of neighbors is a power of two, so the division is exact. For x = 448, `high` is NaN and the
     # comparison is False.
     return _e4m3_at(below + (noise < (x - low) / (high - low)))
 
@@ -63,7 +63,7 @@ def e2m1_nearest(x: Tensor) -> Tensor:
 
 
 def e2m1_stochastic(x: Tensor, noise: Tensor) -> Tensor:
-    """Round float32 to one of its two neighbours in E2M1, so that the mean is x (within +-6). The result is float32.
+    """Round float32 to one of its two neighbors in E2M1, so that the mean is x (within +-6). The result is float32.
 
     noise: uniform in [0, 1), of x's shape.
     """

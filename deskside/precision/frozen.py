@@ -364,7 +364,7 @@ def stored_bytes(model: nn.Module) -> int:
 
 
 def _bitsandbytes() -> ModuleType:
-    # On a CPU, it warns that kernels of the hub are missing; it then computes without them.
+    # On a CPU, bitsandbytes warns that kernels of the hub are missing, and computes without them.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         from bitsandbytes import functional

@@ -1,4 +1,4 @@
-"""Single layers with a manual backward, for what is in no fused sublayer: norms, and Linears of the others."""
+"""Single layers with a manual backward, for use outside of fused sublayers: norms, and Linears of other sublayers."""
 
 from typing import Any
 

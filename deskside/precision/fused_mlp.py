@@ -23,8 +23,8 @@ class FusedMLP(FusedSublayer):
 
     chunk_tokens: compute this number of tokens at a time, in forward and backward; None is all of them. For products in
     16 bits or more, with `recompute`.
-    gate_tiles: of the products with the gate in their epilogues (`kernels/quack_matmul.py`), forward and backward, for
-        which the first layer is interleaved; None is a separate kernel for the gate.
+    gate_tiles: tiles of the products with the gate in their epilogues (`kernels/quack_matmul.py`), forward and
+        backward, for which the first layer is interleaved; None is a separate kernel for the gate.
     """
 
     sublayer: MLPSublayer
@@ -46,7 +46,7 @@ class FusedMLP(FusedSublayer):
         return residual_BTD, delta_BTD
 
     def inner_and_hidden(self, rows: QuantizedOperand, dtype: torch.dtype) -> tuple[Tensor, Tensor | Fp8]:
-        """Return the output of the first layer, and the activation of it as the second layer reads it."""
+        """Return the output of the first layer, and its activation in the form that the second layer reads."""
         if self.gate_tiles is not None:
             return gated_matmul(rows.values, self.first.weight(dtype)[0].values, self.gate_tiles[0])
         inner = self.first.output(rows, dtype)

@@ -53,7 +53,7 @@ class FusedSharedExpert:
     def backward(
         self, grad_ND: Tensor, normed_ND: Tensor, inner: Tensor
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the gradient of the input (N, D) and those of the weights of `linears`, in the dtypes of these."""
+        """Return the gradient of the input (N, D) and those of the weights of `linears`, in their dtypes."""
         up, down, gate = self.weights(normed_ND.dtype)
         weights_N = _token_weights(normed_ND, gate)
         grad_inner, grad_weights_N, hidden = moe.weighted_gated_backward(

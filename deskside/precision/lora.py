@@ -100,7 +100,7 @@ class Adapter(nn.Module):
 
     @torch.no_grad()
     def merge(self, weight: Tensor) -> None:
-        """Change a float32 weight of the adapted shape to the one with which the layer computes, in place."""
+        """Merge the adapter into a float32 weight of the adapted shape, in place."""
         for s in self.adapted:
             rows = weight[..., s.start : s.stop, :]
             rows += (self.b[s.name].float() @ self.a[s.name].float()).mul_(self.scale).to(weight.device)

@@ -21,10 +21,10 @@ applied to both operands. It spreads an outlier over its group, so that one valu
 Size 16 with one fixed vector of signs is NVIDIA's (2509.25149). Size 128 with new random signs makes MS-EDEN unbiased
 (2601.22813).
 
-The operations and their order are those of NVIDIA's reference (transformer-engine 2.20), and the results bit-identical,
-for all options that it has. Divisions are correctly rounded on a GPU too (with a Python number as divisor, torch would
-multiply by its inverse). A tensor with NaN or infinity gives NaN or infinity through its scales, so that a check for
-finite values detects it.
+The operations and their order are those of NVIDIA's reference (transformer-engine 2.20), and the results are
+bit-identical, for all options that it has. Divisions are correctly rounded on a GPU too (with a Python number as
+divisor, torch would multiply by its inverse). A tensor with NaN or infinity gives NaN or infinity through its scales,
+so that a check for finite values detects it.
 
 Sources: NVIDIA 2025 (arXiv 2509.25149); four over six, Cook et al. 2025 (2512.02010); MS-EDEN, Panferov et al. 2026
 (2601.22813), with the correction computed from x and q that include the block scales, as in EDEN's proof.

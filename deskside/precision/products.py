@@ -15,7 +15,7 @@ from deskside.kernels.quack_matmul import MatmulTile, matmul
 from deskside.precision.quantized_operand import QuantizedOperand
 
 Kind = Literal["output", "input_gradient", "weight_gradient"]
-# As in BLAS: is the left, is the right operand transposed ("t") or not ("n")?
+# As in BLAS, one letter for the left and one for the right operand: transposed ("t") or not ("n")
 Layout = Literal["nt", "nn", "tn"]
 
 LAYOUTS: dict[Kind, Layout] = {
@@ -39,7 +39,7 @@ def product(
     output: (N, K) x (M, K) -> (N, M). input_gradient: (N, M) x (M, K) -> (N, K). weight_gradient: (N, M) x (N, K)
     -> (M, K). An operand that is stored transposed has the summed dimension last instead.
     native: compute FP8 on tensor cores. mxfp8: run native FP8 products as MXFP8 with unit scales where possible.
-    tile: compute an unquantized product of one dtype by quack-kernels; None is torch.
+    tile: compute an unquantized product of one dtype with quack-kernels; None: with torch.
     """
     if left.packed is not None:
         from deskside.kernels.nvfp4.native import nvfp4_matmul

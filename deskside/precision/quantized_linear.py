@@ -145,7 +145,7 @@ class ConvertedWeight:
     def interleave(self) -> None:
         """Interleave the rows of gate and up in both forms from now on (`kernels/quack_matmul.py`).
 
-        The output of the layer and its gradient have gate and up in turn too.
+        Gate and up are then interleaved in the output of the layer and in its gradient, too.
         """
         self.interleaved = True
         self.clear()
@@ -189,7 +189,7 @@ class ConvertedWeight:
         return self.get(*self._source)
 
     def use(self, forms: tuple[QuantizedOperand, QuantizedOperand]) -> None:
-        """Cache these forms, which `convert` returned and whose tensors now hold the converted present weight."""
+        """Cache these forms, which `convert` returned and whose tensors now hold the converted current weight."""
         assert self._source is not None
         self.cached = (self._key(*self._source), *forms)
 
@@ -201,7 +201,7 @@ class QuantizedLinear:
     """The plan of a `Linear` in a recipe: quantizers of its input (x), weight (w) and gradient (g), and its products.
 
     number: distinguishes the products of this layer from those of other layers.
-    tiles: of the unquantized products that are not computed by torch.
+    tiles: for the unquantized products that torch does not compute.
     """
 
     def __init__(self, linear: Linear, recipe: Recipe, shared: Shared, number: int):

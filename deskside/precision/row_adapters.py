@@ -1,4 +1,4 @@
-"""LoRA adapters of several names over one model: each row of a batch uses one of them, or none.
+"""Several named LoRA adapters on one model: each row of a batch uses one of them, or none.
 
 All adapters of a weight are stacked: A is (R, in) and B is (rows, R), and each of the R columns belongs to one adapter.
 A pass computes

@@ -56,7 +56,7 @@ class DelayedScales:
         return self.steps >= CURRENT_SCALING_STEPS
 
     def cast(self, slot: int) -> Cast:
-        """Return the cast of a slot, with its present scale."""
+        """Return the cast of a slot, with its current scale."""
         return self._casts[slot]
 
     def inverse_of(self, slot: int) -> Tensor:

@@ -41,8 +41,8 @@ class CheckResult:
 
     errors: relative Frobenius errors by result ("output", "input gradient" and "weight gradient" of a Linear).
     reason: why the check failed, or why the recipe is emulated; otherwise empty.
-    native: the products ran on the tensor cores as far as these support the formats. Always True if not quantized. Of
-        experts: FP8 products did.
+    native: the products ran on the tensor cores as far as these support the formats. Always True if not quantized. For
+        experts: only the FP8 products count.
     """
 
     ok: bool
@@ -123,7 +123,7 @@ def check_experts(
 
 
 def _compiled(device: torch.device, run_check: Callable[[], CheckResult]) -> CheckResult:
-    """Run a check; on a GPU once before, without its result, to compile its kernels in threads."""
+    """Run a check. On a GPU, an extra run before it, whose result is ignored, compiles its kernels in threads."""
     if device.type == "cuda":
         with compile_ahead(device):
             run_check()

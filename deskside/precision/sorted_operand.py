@@ -111,7 +111,7 @@ def _nvfp4(
 ) -> tuple[list[Tensor], Tensor]:
     """Quantize the matrix of each expert. Returns their emulated values, and their global scales (E,).
 
-    In plain torch, for CPUs and for weights with a number of rows that the kernels do not take.
+    It uses plain torch, for CPUs and for weights with a number of rows that the kernels do not support.
     """
     values, scales = [], []
     generator: torch.Generator | None = None

@@ -1,7 +1,8 @@
 """Choose the tiles of the fused kernels by a trial on this GPU, at the shape of the model.
 
-A kernel is tried with other tiles only if that can pay: if the first tile takes clearly longer than the memory traffic,
-and the run is long enough to win back what compiling the others takes. A tile must give the same bits as the first.
+A kernel is tried with other tiles only if that can pay off: if the first tile takes clearly longer than the memory
+traffic, and the run is long enough to win back what compiling the others takes. A tile must give the same bits as the
+first.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from deskside.kernels.fused.tiles import CANDIDATES, Tile, temporarily, use_tile
 from deskside.utils.trials import TrialCache
 
 KIND = "tiles"
-# Of the MLP's hidden layer in the trial: 128 MiB with a gate in BF16, more than any card's L2 cache.
+# Elements of the MLP's hidden layer in the trial: 128 MiB with a gate in BF16, more than any card's L2 cache.
 ELEMENTS = 2**25
 RUNS = 10
 WORTH = 1.1  # a kernel whose first tile takes at most this multiple of the memory traffic's time keeps it
@@ -87,7 +88,7 @@ def use_tiles(choices: Mapping[str, Mapping[str, Any]]) -> None:
 def choose(
     problems: Mapping[str, Problem], bytes_per_second: float, passes: float, device: torch.device
 ) -> tuple[dict[str, dict[str, Any]], bool]:
-    """Return the choice for each kernel, and False if a longer run could find it worth trying more."""
+    """Return the choice for each kernel, and False if more tiles could be worth trying in a longer run."""
     from triton.errors import TritonError
 
     with compile_ahead(device):

@@ -1,7 +1,7 @@
 """Launches of the fused Triton kernels: output tensors, grids and tile sizes. Imported only for tensors on a GPU.
 
-The tiles of kernels that add up are fixed: they were chosen on an H200 (docs/log.md) and keep within the shared memory
-of consumer cards. Those of the other kernels are in `tiles.py`.
+The tiles of kernels that compute sums are fixed: they were chosen on an H200 (docs/log.md) and keep within the shared
+memory of consumer cards. Those of the other kernels are in `tiles.py`.
 
 Where a cast with one scale also writes a transposed copy, the tiles of one row block have consecutive program ids, so
 that programs running at the same time read whole rows.

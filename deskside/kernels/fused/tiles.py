@@ -1,4 +1,4 @@
-"""Tile sizes of the fused kernels whose results do not depend on them, because they add nothing up.
+"""Tile sizes of the fused kernels whose results do not depend on them, because these kernels compute no sums.
 
 The tiles of norms, RoPE with QK-norm, loss and column sums are fixed in their launch functions: another tile would add
 in another order, so the same run would compute other numbers on another card.

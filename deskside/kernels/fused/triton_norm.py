@@ -18,7 +18,7 @@ def add_norm(  # type: ignore[no-untyped-def]
     RESIDUAL, DELTA, WEIGHT, RESIDUAL_OUT, NORMED, RSTD, N, eps,
     D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_DELTA: tl.constexpr,
 ):  # fmt: skip
-    """Add and normalise BLOCK_N whole rows per program. BLOCK_D: the next power of two of D."""
+    """Add and normalize BLOCK_N whole rows per program. BLOCK_D: the next power of two of D."""
     rows = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     columns = tl.arange(0, BLOCK_D)
     mask = (rows < N)[:, None] & (columns < D)[None, :]

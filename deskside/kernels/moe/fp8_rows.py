@@ -6,7 +6,7 @@ columns of the sorted rows, so each row has a scale. The output sums over the co
 input gradient over its rows, so that form has a scale for each pair of expert and column. It is stored transposed,
 because tensor cores need a contiguous summed dimension.
 
-Scales are powers of two, as in torchao's training of experts: dequantised values are then exact in bfloat16, and an
+Scales are powers of two, as in torchao's training of experts: dequantized values are then exact in bfloat16, and an
 ordinary grouped product in bfloat16 emulates the FP8 product, up to the order of its sums.
 
 Suffixes: see `reference`; K columns, M rows of an expert's weight.

@@ -1,6 +1,6 @@
 """The rules of NVFP4 operands: valid combinations of options, shapes and Hadamard signs. Needs no Triton.
 
-The reference (precision/nvfp4.py) and the Triton quantiser (quantize.py) share them.
+The reference (precision/nvfp4.py) and the Triton quantizer (quantize.py) share them.
 """
 
 from typing import Literal

@@ -1,4 +1,4 @@
-"""The NVFP4 quantiser on a GPU: one pass finds the largest magnitude, a second writes the operand of a product.
+"""The NVFP4 quantizer on a GPU: one pass finds the largest magnitude, a second writes the operand of a product.
 
 The torch reference is precision/nvfp4.py. Without a Hadamard transform, values equal the reference bit for bit, given
 the same noise. With one, the tensor cores sum in another order, so a few values in 100,000 round differently.
@@ -45,7 +45,7 @@ class Emulated:
 
 @dataclass(frozen=True)
 class Packed:
-    """An operand of a native product, with the summed dimension S last. It is quantised from an (N, K) matrix.
+    """An operand of a native product, with the summed dimension S last. It is quantized from an (N, K) matrix.
 
     Along "columns", (M, S) = (N, K); along "rows", (M, S) = (K, N). codes: (M, S / 2) uint8, the even position in the
     low four bits. block_scale: (M, S / 16) E4M3. global_scale: float32 scalar on the device.
@@ -66,7 +66,7 @@ def quantize(
     seed: int = 0,
     ends_E: Tensor | None = None,
 ) -> Emulated:
-    """Quantise a contiguous (N, K) bfloat16 or float32 matrix on a GPU for an emulated product.
+    """Quantize a contiguous (N, K) bfloat16 or float32 matrix on a GPU for an emulated product.
 
     along: the dimension that the product sums over.
     amax: float32 scalar, the largest magnitude after the transform, if known. It saves a pass; the caller must then
@@ -88,7 +88,7 @@ def quantize(
 def quantize_packed(
     x_NK: Tensor, operand: Operand, along: Along, *, signs: Tensor | None = None, seed: int = 0
 ) -> Packed:
-    """Quantise for a native product, with the arguments of `quantize` except `amax`.
+    """Quantize for a native product, with the arguments of `quantize` except `amax`.
 
     Along "rows" the output is transposed.
     """

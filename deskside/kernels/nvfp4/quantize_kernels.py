@@ -1,4 +1,4 @@
-"""The Triton kernels of the NVFP4 quantiser, which quantize.py describes and launches.
+"""The Triton kernels of the NVFP4 quantizer, which quantize.py describes and launches.
 
 The matmul sums over dimension S of the operand (M, S). Every tile has the shape (BM, BS), with S last; whether S is N
 or K of the (N, K) matrix in memory only changes addresses. A tile is reshaped to (P, A, Q, 16) = (BM / A, A, BS / 16,
@@ -229,7 +229,7 @@ def quantize_kernel(  # type: ignore[no-untyped-def]
     A: tl.constexpr, ROUNDING: tl.constexpr, FOUR_OVER_SIX: tl.constexpr, SCALE_UP: tl.constexpr,
     PACKED: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):  # fmt: skip
-    """Quantise x and write the operand and its global scale.
+    """Quantize x and write the operand and its global scale.
 
     values_ptr: the emulated operand in the layout of x or, with PACKED, the codes; block scales then go to
     block_scale_ptr. TOP_INVERSE: 1 / the value that a block's largest magnitude is scaled to. RANGE: that value

@@ -31,7 +31,7 @@ def e2m1_nearest(v):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def e2m1_stochastic(v, noise):  # type: ignore[no-untyped-def]
-    """Round v to one of its two E2M1 neighbours, unbiased, as float32. v: 0 to 6; noise: uniform in [0, 1)."""
+    """Round v to one of its two E2M1 neighbors, unbiased, as float32. v: 0 to 6; noise: uniform in [0, 1)."""
     return _stochastic(v, two_to_exponent(v, 1.0, -1), noise)
 
 
@@ -51,7 +51,7 @@ def e4m3_up(v):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def e4m3_stochastic(v, noise):  # type: ignore[no-untyped-def]
-    """Round v to one of its two E4M3 neighbours, unbiased, as float32. v: 0 to 448; noise: uniform in [0, 1)."""
+    """Round v to one of its two E4M3 neighbors, unbiased, as float32. v: 0 to 448; noise: uniform in [0, 1)."""
     return _stochastic(v, two_to_exponent(v, 0.015625, -3), noise)
 
 
