@@ -48,7 +48,7 @@ def adamw_update(
     skip: float32 scalar on the device; 1 leaves weights and moments unchanged.
     fused: run the Triton kernel.
     factor: float32 scalar on the device that the gradient is multiplied by first; None is 1.
-    seed, first: of the rounding, and the index of p[0] in its tensor (`stochastic_rounding.py`).
+    seed: of the rounding (`stochastic_rounding.py`). first: the index of p[0] in its tensor.
     residual: of weights in 24 bits (`weights_24bit.py`), (n,) int8, updated in place.
     """
     if fused:

@@ -36,7 +36,7 @@ BLOCKS_PER_PROGRAM = 8  # of 256 weights each
 def _code(x, SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the codes of values x in [-1, 1]: the sign, and the rank of the nearest value among the positive ones."""
     magnitude = tl.abs(x)
-    # Of the decade of x: the ranks below it, its number of cells, and the factor that maps it to [0.1, 1].
+    # For the decade of x: the ranks below it, its number of cells, and the factor that maps it to [0.1, 1].
     first_cells: tl.constexpr = 1 if SIGNED else 2
     ranks_below = tl.full(x.shape, 0, tl.int32)
     cells = tl.full(x.shape, first_cells, tl.int32)
@@ -104,7 +104,8 @@ def _adamw(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Update ROWS blocks of WIDTH weights per program.
 
-    decay: lr x weight_decay. factor_ptr, residual_ptr: as in `adamw_update`. BITS: of a moment. CAUTIOUS: of the decay.
+    decay: lr x weight_decay. factor_ptr, residual_ptr: as in `adamw_update`. BITS: per value of a moment. CAUTIOUS:
+    decay is cautious.
     """
     if tl.load(skip_ptr) > 0:
         return

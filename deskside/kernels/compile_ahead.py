@@ -22,8 +22,8 @@ MAX_THREADS = 16
 def compile_ahead(device: torch.device) -> Iterator[None]:
     """Context manager: skip the launches of kernels that are not compiled, and compile them in threads until its end.
 
-    What is computed within the context is undefined. It may be used for floating-point numbers only: a skipped kernel
-    leaves its output uninitialized, and such indices would make another kernel read outside of its tensors.
+    What is computed within the context is undefined. Kernels may compute floating-point numbers only: a skipped kernel
+    leaves its output uninitialized, and uninitialized indices would make another kernel read outside of its tensors.
 
     A kernel that does not compile raises at its next launch. On a device other than a GPU, the context does nothing.
     """

@@ -172,7 +172,7 @@ def part_of(future: FutureTargets | None, chunk: slice) -> FutureTargets | None:
 
 
 def summed(losses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the sum of all chunks' losses, and its part of the next token. losses: of `chunk_loss_and_grad`."""
+    """Return the sum of all chunks' losses, and the next token's part of it. losses: of `chunk_loss_and_grad`."""
     if losses[0].ndim == 1:
         total = torch.cat(losses).sum()
         return total, total.clone()

@@ -6,7 +6,8 @@ from deskside.utils.files import cache_folder
 
 
 def keep_compiled_kernels() -> None:
-    """Let the packages keep compiled kernels in the user's cache directory, unless their own variables say where.
+    """Let the packages keep compiled kernels in the user's cache directory, unless their own environment variables say
+    where.
 
     Call this before any of them is imported: FlashAttention-4 imports quack-kernels, which reads its variable then.
     """

@@ -145,7 +145,7 @@ def attend_from_new(
     """`qk_norm_rope_into_cache`, then `paged_attention`, of one new token in each of N rows: (N, H, C).
 
     norms, angles, layout: of `qk_norm_rope_into_cache`. table, positions, bound, options: of `paged_attention`. On a
-    GPU, one kernel does all but the sum over spans, if it takes this many heads.
+    GPU, one kernel does all but the sum over spans, if it supports this many heads.
     """
     k_PKSC = pools_PKSC[0]
     group = layout.heads // layout.kv_heads

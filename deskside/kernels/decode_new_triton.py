@@ -1,12 +1,12 @@
 """QK-norm, RoPE, cache write and attention of one new token per row in one Triton kernel. See `decode.attend_from_new`.
 
-`_attend_from_new` is `_attend` of decode_triton.py for a token whose query, key and value still are the output of the
-fused projection. Every program computes the query heads that it needs; the program whose span has the new token also
-computes its key, writes key and value to the cache, and uses them from registers.
+`_attend_from_new` is `_attend` of decode_triton.py for a token whose query, key and value are still in the output of
+the fused projection. Every program computes the query heads that it needs; the program whose span has the new token
+also computes its key, writes key and value to the cache, and uses them from registers.
 
-It reads the last keys and values of its span, positions and page tables before the kernel before it, the projection,
-has finished. They were written before the embedding of this step, which is launched without early start
-(dependent_launch.py). They are read past the L1 cache (".cg"), which may hold lines from before.
+It reads the last keys and values of its span, positions and page tables before the previous kernel, the projection, has
+finished. They were written before the embedding of this step, which is launched without early start
+(dependent_launch.py). The reads bypass the L1 cache (".cg"), which may hold outdated lines.
 """
 
 import torch
@@ -153,7 +153,7 @@ def attend_from_new(
     # Each span's output, and log2 of its sum of exponentials.
     part = torch.empty(N, spans, 1, H, C, dtype=torch.float32, device=qkv_NW.device)
     lse = torch.empty(N, spans, 1, H, dtype=torch.float32, device=qkv_NW.device)
-    # A copy would be the kernel before this one, whose results it may not read before it waits.
+    # A copy would be the previous kernel, whose results this one may not read before it waits.
     assert position_N.is_contiguous() and table_NM.is_contiguous()
     block_c = max(16, triton.next_power_of_2(C))
     rows = max(16, triton.next_power_of_2(H // K))

@@ -83,7 +83,7 @@ def rotate(x_BTHC: Tensor, cos_BT1c: Tensor, sin_BT1c: Tensor) -> Tensor:
     The angle is proportional to the position, so the dot product of q and k depends on their positions only through the
     distance. Channels c and c + C/2 form a pair with angle position * theta^(-2c/C). This is Hugging Face's rotate-half
     layout, so Qwen and Llama weights need no permutation on import or export. cos and sin have C/2 channels and
-    broadcast over rows and heads. If they have fewer, the same is done with the first channels, and the others stay.
+    broadcast over rows and heads. If they have fewer, only the first channels are rotated, and the others stay.
     """
     rotated = 2 * cos_BT1c.shape[-1]
     if rotated < x_BTHC.shape[-1]:

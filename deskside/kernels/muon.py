@@ -4,10 +4,10 @@
     apply        orthogonal update, its factors per row, weight -> new weight
     row_sums     update and weight -> sums over each row, for updates that depend on the length of the weights
 
-Newton-Schulz runs on stacks of slices with one shape. Both functions read and write each tensor once and in place: a
-slice is a view (experts, rows, columns) of its parameter, and its part of the stack is also a view, transposed where
-the stack holds it transposed. On CUDA each function is one launch of a Triton kernel for all slices of a stack, which
-reads their addresses from a table: look_ahead moves 14 bytes per weight (float32 gradient read, momentum read and
+Newton-Schulz runs on stacks of slices with one shape. `look_ahead` and `apply` read and write each tensor once and in
+place: a slice is a view (experts, rows, columns) of its parameter, and its part of the stack is also a view, transposed
+where the stack holds it transposed. On CUDA each function is one launch of a Triton kernel for all slices of a stack,
+which reads their addresses from a table: look_ahead moves 14 bytes per weight (float32 gradient read, momentum read and
 written, bfloat16 direction written), apply 10 (float16 update read, float32 weight read and written). Elsewhere the
 plain torch below runs, which is also the reference for the kernels.
 """
@@ -105,7 +105,7 @@ def look_ahead(
 def row_sums(slices: Sequence[Update], table: PointerTable | None = None) -> Tensor:
     """Return sums over each row of p^2, p * v and v^2, where v is the scaled update: (slices, 3, experts, rows).
 
-    rows: the most in a slice; further ones are zero. table: run the Triton kernel with it.
+    rows: the largest number in a slice; the sums of missing rows are zero. table: run the Triton kernel with it.
     """
     if table is not None:
         from deskside.kernels.muon_triton import row_sums as kernel

@@ -56,7 +56,7 @@ def _look_ahead(  # type: ignore[no-untyped-def]
     """Process one tile. G, M, OUT: types. SQUARES: (slices x experts, tiles), each tile's sum of squares, or None.
 
     TABLE: experts, rows, columns; addresses of g, m, out; their strides of experts; those of g's and m's rows; the
-    stride of out along its slower dimension; and 1 if this is the slice's columns, because out is transposed.
+    stride of out along its slower dimension; and 1 if that is the slice's columns, because out is transposed.
     """
     entry = TABLE + tl.program_id(2) * WIDTH
     exists, row, column, rows, columns = _tile(entry, ALIGNED, SIDE)
@@ -101,7 +101,8 @@ def _update(entry, expert, row, column, rows, columns, U: tl.constexpr, ALIGNED:
         u = tl.load(u_ptr + column[None, :] * u_stride + row[:, None], mask, 0.0).to(tl.float32)
     else:
         u = tl.load(u_ptr + row[:, None] * u_stride + column[None, :], mask, 0.0).to(tl.float32)
-    # Constant along rows or along columns: read once, from the vector that the stride of the other allows.
+    # The factors are constant along rows or along columns, so they are read once, as a vector along the other
+    # dimension.
     along_rows = tl.load(f_ptr + row * tl.load(entry + 11), row < rows, 0.0)
     along_columns = tl.load(f_ptr + column * tl.load(entry + 12), column < columns, 0.0)
     return u * tl.where(tl.load(entry + 12) != 0, along_columns[None, :], along_rows[:, None])

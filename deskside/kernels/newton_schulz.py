@@ -20,9 +20,9 @@ columns, they are torch's batched products: 4 long short^2 + 2 short^3 FLOPs. To
 (its interface to cuBLAS has one tensor for addend and result), so there is none: S is
 c (G + b/2c I)^2 + (a - b^2/4c) I, with both multiples of I added to the diagonal in place.
 
-On CUDA the matrices are in float16. Divided by their norm, they need no wider range, and the three more bits of
-precision count: for random, low-rank and badly conditioned matrices, the largest deviation of a singular value from the
-same iteration in float64 was 0.024 with torch's products and 0.007 with the others, and 0.18 in bfloat16
+On CUDA the matrices are in float16. Divided by their norm, they need no wider range, and the three additional bits of
+precision matter: for random, low-rank and badly conditioned matrices, the largest deviation of a singular value from
+the same iteration in float64 was 0.024 with torch's products and 0.007 with the others, and 0.18 in bfloat16
 (tests/kernels/test_newton_schulz.py). "Gram Newton-Schulz", in which two iterations share one G, has fewer FLOPs for
 tall matrices. It was no faster on an H200, and wrong by 0.025 for a matrix of rank 16.
 """

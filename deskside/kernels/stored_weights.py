@@ -18,14 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-MAX_FEW_ROWS = 64  # of x in `linear_from_codes`, for which the kernel is the faster way
+MAX_FEW_ROWS = 64  # the most rows of x in `linear_from_codes` for which the kernel is faster
 
 
 def linear_from_codes(x: Tensor, codes_RC: Tensor, scale_R: Tensor) -> Tensor:
     """Return x W^T, (..., R), where W is `dequantize_rows`. codes: int8 or float8_e4m3fn.
 
-    With few rows of x on a GPU, reading W takes the time. A kernel then reads the codes, half the bytes of 16 bits, and
-    scales the float32 sums; W itself is never rounded to 16 bits. More rows multiply the dequantized W.
+    With few rows of x on a GPU, reading W determines the time. A kernel then reads the codes, half the bytes of 16
+    bits, and scales the float32 sums; W itself is never rounded to 16 bits. More rows multiply the dequantized W.
     """
     rows = x.numel() // x.shape[-1]
     if x.is_cuda and 0 < rows <= MAX_FEW_ROWS:

@@ -1,6 +1,6 @@
 """Weights of 24 bits: a bfloat16 weight, which is all that passes read, and an int8 residual for the update.
 
-A weight that is rounded to bfloat16 in every step walks at random: after n steps, it is away from the weight of exact
+A weight that is rounded to bfloat16 in every step walks at random: after n steps, it differs from the weight of exact
 updates by about 0.4 sqrt(n) rounding steps of 2^-8 to 2^-7 of its size. With 8 more bits, each step of this walk is 256
 times smaller. (The split SGD of Kalamkar et al. 2020, arXiv 2005.04680, keeps the other 16 bits of float32.)
 
@@ -10,7 +10,8 @@ magnitude, through all binades:
     float32 pattern = (bfloat16 pattern << 16) + (residual << 8),   residual from -128 to 127
 
 so that the bfloat16 weight is the nearest one, away from zero if two are equally near, and joining both is exact.
-A residual belongs to its weight: a weight that is written without it, such as 0 beside -5, may be joined to NaN.
+A residual is valid only with its weight: if a weight is written alone, joining it with the old residual may give NaN,
+for example 0 with -5.
 Finite values beyond the largest such pattern become that pattern. Infinity and NaN have a residual of 0.
 """
 

@@ -251,7 +251,7 @@ DEFAULT_BLOCKS = CachedBlocks()
 
 
 def input_operator(config: ModelConfig, projections: nn.ModuleList) -> AddNormLinear:
-    """Return the first operator of a sublayer, whose norm is where the configuration has it."""
+    """Return the first operator of a sublayer, with its norm where the configuration puts it."""
     norm = None if config.norm_position == "output" else hidden_norm(config)
     return AddNormLinear(norm, projections, "post" if config.norm_position == "post" else "pre")
 

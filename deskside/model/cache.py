@@ -22,7 +22,7 @@ PADDING_PAGE = 0  # of a managed pool: belongs to no row, and padding is written
 
 
 class CacheSlots:
-    """Where the tokens of one forward pass are stored: position in the row, page, and offset in the page, int64.
+    """Places where the tokens of one forward pass are stored: position in the row, page, and offset in the page, int64.
 
     pages: returns page_BT. Pages and offsets are computed when they are first read: the kernel of a decoding step finds
     them itself. single: every row has one token (padding of the batch has a row of its own).

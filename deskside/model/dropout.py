@@ -1,4 +1,4 @@
-"""Residual dropout, attached to a model from outside: of the embedding, and of what each sublayer adds to the residual.
+"""Residual dropout, attached to a model from outside: on the embedding, and on what each sublayer adds to the residual.
 
 These are `embd_pdrop` and `resid_pdrop` of transformers' GPT-2 (Srivastava et al. 2014; Radford et al. 2019). Attention
 probabilities are not dropped: kernels of attention never write them.
@@ -19,8 +19,8 @@ from deskside.model.transformer import Transformer
 class ResidualDropout:
     """The dropout of all sublayers of a model and of its embedding. It drops nothing outside of `passing`.
 
-    The masks are a function of the seed, the sublayer, the step and the token's number in the step, so a checkpoint
-    contains nothing of them (kernels/dropout.py).
+    The masks are a function of the seed, the sublayer, the step and the token's number in the step, so checkpoints need
+    not contain them (kernels/dropout.py).
     """
 
     def __init__(self, model: Transformer, rate: float, seed: int):
@@ -28,7 +28,7 @@ class ResidualDropout:
         for block in model.layers:
             assert isinstance(block, Block)
             places += [block.attn, block.mlp]
-        # A row per stream. It is a tensor, because torch.compile would compile again for every number that changes.
+        # A row per stream. It is a tensor, because torch.compile would recompile whenever a Python number changes.
         self.positions_S4 = torch.zeros(len(places), 4, dtype=torch.int64)
         self.positions_S4[:, 0] = seed
         self.positions_S4[:, 1] = torch.arange(len(places))

@@ -56,7 +56,7 @@ def allocate(
 def initialize(model: Transformer, seed: int, options: InitOptions | None = None) -> None:
     """Set every parameter of `model`, in place. With the default options:
 
-    - Norm weights one (those of queries: q_norm_init), biases zero: the norms begin as plain normalisation.
+    - Norm weights one (those of queries: q_norm_init), biases zero: the norms begin as plain normalization.
     - Token and position embeddings: normal, initializer_range. A norm follows before they are read, so their scale only
       determines the relative size of the first updates to the residual stream. A tied embedding is also the head; its
       logits then begin near initializer_range * sqrt(hidden_size).

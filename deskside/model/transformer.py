@@ -55,7 +55,7 @@ class Transformer(nn.Module):
         if config.position_embedding == "learned":
             self.position = Embedding(config.max_position_embeddings, config.hidden_size, role="position")
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_hidden_layers))
-        # The output of the last block is normalised, wherever the norms of the blocks are.
+        # The output of the last block is normalized, wherever the norms of the blocks are.
         position: Literal["pre", "post"] = "post" if config.norm_position == "post" else "pre"
         self.final = AddNormLinear(hidden_norm(config), nn.ModuleList(), position)
         self.head: Linear | None = None
@@ -301,7 +301,7 @@ class Transformer(nn.Module):
         return x_BTD
 
     def _scaled(self, hidden_BTD: Tensor) -> Tensor:
-        """Return the input of the head: logits divided by `logits_scaling` are those of hidden states divided by it."""
+        """Return the input of the head: the hidden states divided by `logits_scaling`, which scales down the logits."""
         scaling = self.config.logits_scaling
         return hidden_BTD if scaling == 1.0 else hidden_BTD / scaling
 

@@ -6,9 +6,9 @@ Both averages have the same update, a <- a + w (x - a), and differ in its weight
     ema     w = 1 - 0.5^(progress since the last / half-life)   the window is a share of the run, not a number of steps
 
 The average is in float32 even if the weights are in bfloat16. With bfloat16's 8 significant bits, x - a would have to
-exceed a / 256 / w to change it: with w = 0.001, an average in bfloat16 would hardly move. Of weights
-in 24 bits, the bfloat16 part is averaged. The average costs 4 bytes per weight, on the GPU or in host memory, and an
-update moves 12 bytes per weight (or 4 up and 4 down over the bus).
+exceed a / 256 / w to change it: with w = 0.001, an average in bfloat16 would hardly move. Of weights in 24 bits, the
+bfloat16 part is averaged. The average costs 4 bytes per weight, on the GPU or in host memory, and an update moves 12
+bytes per weight (or 4 up and 4 down over the bus).
 
 Replicas hold the same weights, so each computes the same average. With sharded weights, each process averages its
 shard.

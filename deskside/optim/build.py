@@ -164,7 +164,7 @@ class Optimizer:
             self.muon.clip_coefficient = coefficient
 
     def wait_for_weights(self, names: Collection[str] | None = None) -> None:
-        """Let the device wait for these weights, if other ranks update them; None: for all. Before they are read."""
+        """Make the device wait until other ranks have updated these weights; None: all. Call it before a read."""
         if self.muon is not None:
             self.muon.new_weights.wait(names)
 

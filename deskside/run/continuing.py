@@ -1,4 +1,4 @@
-"""The command that continues a run: that of the run's objective, or of its pipeline, as long as it is not finished."""
+"""The command that continues an unfinished run: that of its pipeline if it has one, else that of its objective."""
 
 import shlex
 from pathlib import Path

@@ -33,7 +33,7 @@ from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import append_line, check_folder, create_folder, sync, write_atomically, write_error
 from deskside.utils.parsing import Unreadable, json_value
 
-# What runs did before an option existed, where that is not its default now: by optimizer.
+# Values of options for runs from before an option existed, where its default differs now, by optimizer.
 BEFORE_OPTIONS: dict[str | None, dict[str, None]] = {"adamw": dict.fromkeys(TABLE_RATES)}
 
 
@@ -117,7 +117,7 @@ class RunDirectory:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise UsageError(f"{self.path}: another process {activity}; stop it first") from None
-            with contextlib.suppress(OSError):  # a lock without its place is one all the same
+            with contextlib.suppress(OSError):  # a lock that does not name its place still locks
                 file.truncate(0)
                 file.write(place_of_locks())
                 file.flush()
@@ -213,9 +213,9 @@ class RunDirectory:
 
 
 def place_of_locks() -> str:
-    """Return what identifies this boot of the system and this container, whose processes see each other's locks.
+    """Return an identifier of this boot and container, within which processes see each other's locks.
 
-    A lock's file names the place where it was taken. Empty where the system does not say.
+    A lock's file names the place where it was taken. The identifier is empty if the system provides none.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii").strip()
@@ -239,7 +239,7 @@ def resolve_path(path: str, directory: object) -> str:
 
 
 def _with_options_before_they_existed(config: Any) -> Any:
-    """Return a recorded configuration with `BEFORE_OPTIONS` in place of what it lacks.
+    """Return a recorded configuration, with missing options filled in from `BEFORE_OPTIONS`.
 
     A recorded configuration has every option, so a run without the key is older than the option.
     """

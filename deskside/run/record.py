@@ -26,7 +26,7 @@ SAMPLE_TAIL_BYTES = 2**12
 LANGUAGE_METRIC = "val_bpb/"  # before a language's name: the metric of its validation bits per byte
 MISSING = "is missing"
 DAMAGED = "damaged"  # the state of a run whose summary is there, but cannot be read
-FILES = {  # each file with what follows if it is missing
+FILES = {  # each file, and the consequence if it is missing
     "run.json": "the configuration is unknown",
     "environment.json": "the machine is unknown",
     "summary.json": "the run has not finished",
@@ -202,7 +202,7 @@ def read_run(path: Path) -> RunRecord:
 def read_brief(path: Path) -> RunRecord:
     """Read the small files of a run, without metrics and events, for lists of many runs.
 
-    The plan of a finished run is not read, because its summary has the facts that lists show. Of missing files, only
+    The plan of a finished run is not read, because its summary has the facts that lists show. Among missing files, only
     run.json counts as a problem, because the others are written later. Never raises.
     """
     contents, problems, damaged = dict[str, dict[str, Any]](), [], set[str]()
@@ -254,7 +254,7 @@ def left_out_lines(number: int) -> str:
 def read_metrics(path: Path, tail: int | None = None, begin: int = 0) -> MetricsLog:
     """Read metrics.jsonl in the run directory `path`, or only the rows in its last `tail` bytes. Never raises.
 
-    begin: offset of the line to begin with; of a file that has become shorter, everything is read.
+    begin: offset of the line to begin with; a file that has become shorter is read whole.
     """
     try:
         with (path / "metrics.jsonl").open("rb") as file:
@@ -287,7 +287,7 @@ def read_metrics(path: Path, tail: int | None = None, begin: int = 0) -> Metrics
 
 
 def read_new_metrics(path: Path, known: MetricsLog) -> MetricsLog:
-    """Return the whole log of a run whose first part is `known`. Only the new part is read, if there is only more."""
+    """Return the whole log of a run whose first part is `known`. Only the new part is read if the file just grew."""
     new = read_metrics(path, begin=known.end)
     steps = [number(log.rows[i].get("step")) or 0.0 for log, i in ((known, -1), (new, 0)) if log.rows]
     # After a resume, the file may be shorter, or repeat steps.
@@ -299,7 +299,8 @@ def read_new_metrics(path: Path, known: MetricsLog) -> MetricsLog:
 def sample_metrics(path: Path, samples: int) -> MetricsLog:
     """Read about `samples` evenly spaced rows of metrics.jsonl and its last ones, for lists of many runs. Never raises.
 
-    Of a file of any length, only `samples` blocks of `SAMPLE_BYTES` are read. A line longer than a block is left out.
+    Only `samples` blocks of `SAMPLE_BYTES` are read, whatever the length of the file. A line longer than a block is
+    left out.
     """
     try:
         with (path / "metrics.jsonl").open("rb") as file:

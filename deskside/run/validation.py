@@ -1,6 +1,6 @@
 """The meaning of a run's validation loss: the part of the text that was scored, and the baselines that it misses.
 
-The terminal, the report and the dashboard say it in these words.
+The terminal, the report and the dashboard use these words.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ def validation_share(summary: Mapping[str, Any]) -> float:
 
 
 def share_text(share: float) -> str:
-    """Return a share below 1 as text, which is never that of nothing or of all."""
+    """Return a share below 1 as text, which never says 0 % or 100 %."""
     return "under 1 %" if share < 0.01 else percent(min(share, 0.99), 0)
 
 

@@ -1,8 +1,8 @@
 """The choice of an attention backend, kept in the cache of trials for later runs on the same card.
 
-The key of a kept choice has the problem, the candidates and the versions of their libraries, besides the machine
-(`utils/trials.py`). A candidate that was not worth trying in an earlier, shorter run, or that ran out of memory there,
-is tried by the next run that is long enough.
+The key of a kept choice contains the problem, the candidates and the versions of their libraries, in addition to the
+machine (`utils/trials.py`). A candidate that was not worth trying in an earlier, shorter run, or that ran out of memory
+there, is tried by the next run that is long enough.
 """
 
 import math

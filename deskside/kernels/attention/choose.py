@@ -55,7 +55,7 @@ class Use:
 
     def saved_seconds(self, need: Requirements, best: float) -> float:
         """Return the most that another backend can save in the run. best: seconds of one pass so far."""
-        # How many query-key pairs the documents of a run leave is not known.
+        # With documents, the number of query-key pairs in a run is not known.
         fastest = 0.0 if need.documents else flops(need) / self.peak_flops
         return self.passes * max(0.0, best - fastest)
 

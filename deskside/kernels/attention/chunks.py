@@ -174,7 +174,7 @@ def flash_chunk_backward(
 
 
 class PartKernel(NamedTuple):
-    """Attention of S queries to L keys, of which a whole softmax may have more, as plain functions.
+    """Attention of S queries to L keys, which may be a part of the keys of a whole softmax, as plain functions.
 
     forward: (q_BSHC, k_BLKC, v_BLKC, causal, scale) -> (o_BSHC, lse, other tensors for the backward). lse: the
         logarithm of each query's sum of exponentials, (B, H, S) or (B, H, S, 1), in float32 or wider. causal: S = L,
@@ -231,9 +231,9 @@ def _own_and_earlier(
 
 
 def merge(o_BSHC: Tensor, lse: Tensor, other_o_BSHC: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return output and log-sum-exp of the softmax over the keys of two, computed in float32 or wider.
+    """Return output and log-sum-exp of the softmax over the keys of both parts, computed in float32 or wider.
 
-    lse, other_lse: (B, H, S) or (B, H, S, 1), and so is the result.
+    lse, other_lse: (B, H, S) or (B, H, S, 1), like that of the result.
     """
     B, S, H, _ = o_BSHC.shape
     other_share_BSH1 = torch.sigmoid(other_lse - lse).reshape(B, H, S, 1).transpose(1, 2)

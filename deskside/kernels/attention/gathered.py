@@ -48,7 +48,7 @@ KERNELS: dict[str, ChunkKernel] = {
     "gathered-cudnn": CUDNN_CHUNKS,
 }
 LIBRARIES = {"gathered": "plain torch", "gathered-flash": "torch's FlashAttention", "gathered-cudnn": "cuDNN"}
-# The value of compute.attention with which another kernel computes the chunks, where there is one.
+# By backend, the value of compute.attention that selects another kernel for the chunks, if there is one.
 OTHERS = {"gathered-cudnn": "flash"}
 
 
@@ -140,7 +140,7 @@ def check_chunks(need: Requirements, size: int, name: str) -> None:
 
 
 def chunk_error(need: Requirements, size: int, kernel: ChunkKernel) -> float:
-    """Return the largest relative error of outputs and gradients of all chunks of short rows, beside float32."""
+    """Return the largest relative error of outputs and gradients of all chunks of short rows, compared with float32."""
     tokens, generator = 256 * size, torch.Generator(need.device).manual_seed(0)
 
     def normal(heads: int) -> Tensor:
@@ -201,7 +201,7 @@ def gathered(
 def _register(
     name: str, devices: set[str], dtypes: frozenset[torch.dtype], masks: bool, on_request: set[str]
 ) -> None:
-    """Register a kernel's backend. masks: it has windows and documents."""
+    """Register a kernel's backend. masks: it supports windows and documents."""
     register(
         AttentionBackend(
             name,

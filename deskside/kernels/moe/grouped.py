@@ -81,7 +81,7 @@ def grouped_backend(device: torch.device, dtype: torch.dtype, shape: Sequence[in
 
 
 def supports(backend: Backend, device: torch.device, dtype: torch.dtype, sizes: Sequence[int]) -> bool:
-    """Return True if a backend, not the loop, is made for this device, dtype, and size of weights (M, K)."""
+    """Return True if a backend other than the loop supports this device, dtype, and size of weights (M, K)."""
     amd = torch.version.hip is not None
     if backend == "torch":
         aligned = all(size % 8 == 0 for size in sizes)  # rows of a multiple of 16 bytes

@@ -1,8 +1,8 @@
 """Casts of sorted rows, of the gate's results, and of expert weights to E4M3. See `fp8_rows`.
 
-Rows are cast by one program each, which holds or reads again what it has found the largest magnitude of. Columns of
-weights take two kernels. Their programs are numbered along the columns first: those that run at the same time read
-whole rows, and not a few bytes of every row, which memory is slow at.
+Each row is cast by one program, which finds the largest magnitude first and then holds the row or reads it again.
+Columns of weights take two kernels. Their programs are numbered along the columns first: those that run at the same
+time read whole rows, and not a few bytes of every row, which would be slow.
 """
 
 import triton

@@ -155,7 +155,7 @@ class GraphedPass:
         self._ran_in_step = False  # a pass of this kind without a graph, in a step that counts
 
     def begin_step(self, dry: bool = False) -> None:
-        """Set the gradients of all weights to zeros. A dry step is never captured, and does not count."""
+        """Give all weights zeroed gradient tensors. A dry step is never captured, and does not count."""
         if not self.gradients:
             self._allocate_gradients()
         torch._foreach_zero_(self.gradients)
