@@ -101,9 +101,8 @@ def launch(arguments: Sequence[str], processes: int) -> int:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = range(processes)
     with tempfile.TemporaryDirectory(prefix="deskside-") as folder, _Forwarder() as forwarder:
-        with signals.hold(
-            signal.SIGINT
-        ):  # until `launched.begin`: interrupting a Python start prints a traceback
+        # Until `launched.begin`, because an interrupt while Python starts prints a traceback.
+        with signals.hold(signal.SIGINT):
             context = start_processes(
                 "deskside",
                 sys.executable,

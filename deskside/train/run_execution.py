@@ -121,9 +121,8 @@ class RunExecution:
     def run_plan(self, plan: StepPlan, checkpointer: Checkpointer) -> RunOutcome:
         """Train from the newest checkpoint, if there is one, to the end of the plan, and finish the run."""
         config, restored = self.config, self.restore(checkpointer) if self.resumed else None
-        restored_step = (
-            restored.step if restored else None
-        )  # `progress` is the same object and keeps counting
+        # `progress` is the same object and keeps counting.
+        restored_step = restored.step if restored else None
         if self.world.is_rank_zero:
             environment = environment_record.describe(self.world.device, self.run.path)
             peak = round(self.meter.peak_flops / 1e12, 2)

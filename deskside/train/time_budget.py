@@ -15,10 +15,7 @@ from deskside.utils.errors import UsageError
 DRY_SHARE = 0.05  # for the timed dry steps after the batch size search
 EVALUATE_SHARE = 0.05  # for one evaluation on the held-out split
 SAMPLE_SHARE = 0.02  # for generating samples once
-REPORT_SECONDS, REPORT_SHARE = (
-    4.0,
-    0.05,
-)  # for the report, the smaller of the two; it took 3 s on two CPU cores
+REPORT_SECONDS, REPORT_SHARE = 4.0, 0.05  # for the report, the smaller one; it took 3 s on two CPU cores
 
 RECOMMENDED_STEPS = 20  # optimizer steps in a recommended length
 MARGIN = 1.2  # factor by which a recommended length exceeds the estimate
