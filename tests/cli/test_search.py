@@ -13,23 +13,6 @@ from deskside.cli.main import main
 from deskside.study.search.outcome import read_outcome
 from tests.train import tiny_run
 
-TINY = """
-[model]
-vocab_size = 300
-num_hidden_layers = 1
-hidden_size = 32
-num_attention_heads = 2
-num_key_value_heads = 1
-head_dim = 16
-intermediate_size = 64
-max_position_embeddings = 64
-[batch]
-sequence_length = 32
-tokens = 256
-[compute]
-device = "cpu"
-attention = "reference"
-"""
 QUICK = ["--minutes-per-trial", "0.05", "--schedule.length", "3s", "--compute.device", "cpu"]
 
 
@@ -94,7 +77,7 @@ def test_a_dry_run_says_what_is_searched_and_makes_nothing(
 
 
 def test_ctrl_c_ends_the_search_and_a_resume_continues_its_trial(here: Path, data: Path) -> None:
-    (here / "tiny.toml").write_text(TINY)
+    (here / "tiny.toml").write_text(tiny_run.SMALLEST_PRESET)
     log, search = here / "log", here / "searches" / "tiny"
     run = search / "trials" / "runs" / "trial-0000-s1"
 
@@ -114,7 +97,7 @@ def test_ctrl_c_ends_the_search_and_a_resume_continues_its_trial(here: Path, dat
     def ended() -> list[str]:
         return [trial.status for trial in read_outcome(search).trials if trial.status == "finished"]
 
-    argv = ["tiny.toml", "--data.path", str(data), "--schedule.length", "3s", "--minutes-per-trial", "0.05"]
+    argv = ["tiny.toml", "--data.path", str(data), *QUICK]
     argv += ["--hours", "0.1", "--over", "optim.lr", "--trials", "2", "--seeds", "1"]
     interrupted(argv, lambda: len(tiny_run.rows(run)) >= 3)
     saved = tiny_run.rows(run)[-1]["step"]

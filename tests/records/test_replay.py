@@ -31,23 +31,6 @@ from deskside.utils.parsing import toml_table
 from tests.train import tiny_run
 
 MINUTES, STEP_SECONDS = 0.01, 0.02
-PRESET = """
-[model]
-vocab_size = 300
-num_hidden_layers = 1
-hidden_size = 32
-num_attention_heads = 2
-num_key_value_heads = 1
-head_dim = 16
-intermediate_size = 64
-max_position_embeddings = 64
-[batch]
-sequence_length = 32
-tokens = 256
-[compute]
-device = "cpu"
-attention = "reference"
-"""
 
 
 class Made:
@@ -61,7 +44,7 @@ class Made:
         self.data = str(folder / "data")
         fingerprint = PackedDataset(self.data, "val", 32).fingerprint
         self.corpus = Corpus("tiny", "tiny", "a text", "deskside data prepare text.txt", fingerprint, 32)
-        (folder / "tiny.toml").write_text(PRESET)
+        (folder / "tiny.toml").write_text(tiny_run.SMALLEST_PRESET)
         self.record = replace(
             table.records()[0],
             name="cpu-tiny",

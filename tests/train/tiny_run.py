@@ -36,6 +36,23 @@ from deskside.utils.signals import StopSignal
 
 TEXT = "the river ran under a stone bridge while old ships waited for morning light and nobody spoke"
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+SMALLEST_PRESET = """
+[model]
+vocab_size = 300
+num_hidden_layers = 1
+hidden_size = 32
+num_attention_heads = 2
+num_key_value_heads = 1
+head_dim = 16
+intermediate_size = 64
+max_position_embeddings = 64
+[batch]
+sequence_length = 32
+tokens = 256
+[compute]
+device = "cpu"
+attention = "reference"
+"""
 SHAPE: dict[str, Any] = {
     "vocab_size": 300,
     "num_hidden_layers": 2,
