@@ -36,7 +36,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from benchmarks.serve_load import Report, alone, load, questions, served
+from benchmarks.serve_load import Report, alone, explain, load, questions, served
 
 CHECKS = [
     not_a_server_error,
@@ -157,10 +157,12 @@ async def ask_beside(
     """Send questions until the fuzz test ends, with all clients in the first seconds."""
     known = await alone(base, questions(), {})
     many = await load(base, pid, known, seconds=seconds, clients=range(clients), long_answer=MAX_TOKENS)
+    await explain(base, many)
     so_far, one = total.cases, Report()
     print(f"{clients} clients, beside the first {so_far} cases:", *many.lines(), sep="\n", flush=True)
     while not fuzzing.done():
         one.add(await load(base, pid, known, seconds=2, clients=range(1), long_answer=MAX_TOKENS))
+    await explain(base, one)
     return Beside(many, one, so_far)
 
 
@@ -211,7 +213,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         }
         options.json.write_text(json.dumps(numbers, indent=1) + "\n", "utf-8")
     reports = (beside.many, beside.one)
-    wrong = any(report.lost or report.mixed or report.wrongly_taken for report in reports)
+    wrong = any(report.lost or report.wrong or report.wrongly_taken for report in reports)
     return 1 if wrong or total.problems or max(total.statuses) >= 500 or beside.many.growth >= 64 else 0
 
 

@@ -3,17 +3,19 @@
     python benchmarks/serve_load.py runs/go --seconds 300 --clients 64 [--json FILE]
 
 The benchmark starts the server, sends every prompt once in isolation with greedy decoding, and then lets all clients
-send requests concurrently. Each answer must equal the one that its prompt received in isolation. Otherwise it counts as
-`different`, or as `mixed` if it is closer to the answer of another prompt. On a GPU in BF16, a step over many rows
-rounds differently from a step over one row, so `different` answers are possible where two tokens are nearly equal, but
-`mixed` answers are not. A request without a complete answer is `lost`. Memory is the resident set of the server, which
-must not grow after the first quarter.
+send requests concurrently. Each answer must equal the one that its prompt received in isolation, or it counts as
+`different`. On a GPU in BF16, a step over many rows rounds differently from a step over one row, so an answer can
+differ where two tokens are almost equally probable. After the load, the server tells how much less probable the first
+differing token is for that prompt in isolation. If this is more than CLOSE, the answer is `wrong`, for example that of
+another client. A request without a complete answer is `lost`. Memory is the resident set of the server, which must not
+grow after the first quarter.
 """
 
 import argparse
 import asyncio
 import contextlib
 import json
+import math
 import os
 import random
 import re
@@ -21,9 +23,10 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,9 @@ from typing import Any
 import httpx
 
 Question = tuple[str, int]  # prompt, tokens of the answer
+# Nats between two tokens, below which rounding can choose either. Logits of about 10 have steps of 1/16 in BF16, and
+# two of them enter a difference.
+CLOSE = 0.25
 MALFORMED = (
     b"",
     b"{",
@@ -48,13 +54,16 @@ MALFORMED = (
 
 @dataclass
 class Report:
-    """Results of the clients. Latencies in seconds, of complete correct answers; memory in MiB."""
+    """Results of the clients. Latencies in seconds, of complete correct answers; memory in MiB.
+
+    `different` counts each answer to a question, and `gaps` has what `token_gap` says of it, in nats.
+    """
 
     seconds: float = 0.0
     good: int = 0
     lost: int = 0
-    different: int = 0
-    mixed: int = 0
+    different: Counter[tuple[Question, str]] = field(default_factory=Counter)
+    gaps: dict[tuple[Question, str], float] = field(default_factory=dict)
     hung_up: int = 0
     refused: int = 0  # malformed requests refused with a 4xx
     wrongly_taken: int = 0  # malformed requests accepted
@@ -78,15 +87,33 @@ class Report:
             self.memory[quarter : 2 * quarter]
         )
 
+    @property
+    def wrong(self) -> int:
+        """Number of different answers that rounding does not explain, or that are not yet explained."""
+        return sum(n for answer, n in self.different.items() if self.gaps.get(answer, math.inf) > CLOSE)
+
     def add(self, other: "Report") -> None:
-        """Add the results of clients that ran afterwards."""
+        """Add the results of other clients, before `gaps` are known."""
         for report_field in fields(self):
             name = report_field.name
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+            if name != "gaps":
+                setattr(self, name, getattr(self, name) + getattr(other, name))
 
     def numbers(self) -> dict[str, Any]:
         """Return the counts, with percentiles instead of the latencies."""
-        numbers = {key: value for key, value in asdict(self).items() if key not in ("latencies", "memory")}
+        left_out = ("latencies", "memory", "different", "gaps")
+        numbers = {key: value for key, value in vars(self).items() if key not in left_out}
+        numbers |= {"different": self.different.total(), "wrong": self.wrong}
+        numbers["differences"] = [
+            {
+                "question": answer[0],
+                "answer": answer[1],
+                "times": count,
+                "gap": gap if math.isfinite(gap) else None,
+            }
+            for answer, count in self.different.most_common()
+            for gap in [self.gaps.get(answer, math.inf)]
+        ]
         if self.latencies:
             numbers |= {"p50": self.percentile(0.5), "p99": self.percentile(0.99)}
         if self.memory:
@@ -100,7 +127,8 @@ class Report:
         return [
             f"{self.good} good answers in {self.seconds:.0f} s ({self.good / self.seconds:.1f} a second), "
             f"p50 {self.percentile(0.5):.3f} s, p99 {self.percentile(0.99):.3f} s",
-            f"{self.lost} lost, {self.different} different, {self.mixed} mixed",
+            f"{self.lost} lost, {self.different.total()} different by at most {max(self.gaps.values(), default=0):.3f} "
+            f"nats, of which {self.wrong} wrong",
             f"{self.hung_up} hung up, {self.refused} malformed and refused, {self.wrongly_taken} malformed and taken, "
             f"{self.turned_away} turned away with 429",
             f"memory {self.memory[0]:.0f} MiB at first, {self.memory[-1]:.0f} MiB at last, "
@@ -236,18 +264,44 @@ async def _ask(
     if text == known[question]:
         report.good += 1
         return
-    report.different += 1
-    shared = _common_prefix(text, known[question])
-    others = [_common_prefix(text, a) for a in known.values() if a != known[question]]
-    report.mixed += max(others, default=0) > shared
-    report.problems.append(f"{question!r}: {text!r} instead of {known[question]!r}")
+    report.different[question, text] += 1
 
 
-def _common_prefix(one: str, other: str) -> int:
-    """Return the length of the common prefix of two texts in characters."""
-    return next(
-        (n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
-    )
+async def explain(base: str, report: Report, headers: Mapping[str, str] | None = None) -> None:
+    """Set the report's `gaps`: ask each question again in isolation, with the probabilities of tokens."""
+    async with httpx.AsyncClient(base_url=base, headers=headers, timeout=120) as client:
+        for question, text in report.different:
+            body = {**body_of(question, False), "logprobs": 5}
+            response = await client.post("/v1/completions", json=body)
+            response.raise_for_status()
+            gap = token_gap(response.json()["choices"][0], text)
+            report.gaps[question, text] = gap
+            if gap > CLOSE:
+                report.problems.append(f"{question!r}: {text!r}, {gap:.3f} nats less probable")
+
+
+def token_gap(choice: Mapping[str, Any], text: str) -> float:
+    """Return by how many nats the first token in which `text` differs is less probable than the one of `choice`.
+
+    choice: an answer with its log-probabilities. The result is infinite if no probable token leads to `text`.
+    """
+    logprobs = choice["logprobs"]
+    starts = [offset - logprobs["text_offset"][0] for offset in logprobs["text_offset"]]
+    for number in reversed(range(len(starts))):
+        if text[: starts[number]] != choice["text"][: starts[number]]:
+            continue
+        rest = text[starts[number] :]
+        chosen, alternatives = logprobs["tokens"][number], logprobs["top_logprobs"][number]
+        # Several tokens can begin the rest of the text; the longest is what a tokenizer would have written. A text that
+        # has no rest was ended by a special token, such as <|endoftext|>.
+        possible = [
+            token
+            for token in alternatives
+            if token and token != chosen and (rest.startswith(token) if rest else re.fullmatch("<.*>", token))
+        ]
+        if possible:
+            return float(logprobs["token_logprobs"][number] - alternatives[max(possible, key=len)])
+    return math.inf
 
 
 async def _whole(client: httpx.AsyncClient, question: Question) -> str | None:
@@ -324,7 +378,7 @@ def _load_from_processes(
             for n in range(processes)
         ]
         report, *others = [future.result() for future in running]
-    for other in others:  # they ran at the same time, and watched the same memory
+    for other in others:  # they watched the same memory
         report.add(replace(other, seconds=0.0, memory=[]))
     return report
 
@@ -336,7 +390,7 @@ def _load_in_process(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the script. Return 0 if no answer was lost or mixed and memory did not grow."""
+    """Run the script. Return 0 if no answer was lost or wrong and memory did not grow."""
     parser = argparse.ArgumentParser(description="Load test of deskside serve.")
     parser.add_argument("model", help="a run, or a Hugging Face directory")
     parser.add_argument("--seconds", type=float, default=60)
@@ -359,11 +413,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.warm_up:
             _load_from_processes(base, pid, known, options, options.warm_up)
         report = _load_from_processes(base, pid, known, options, options.seconds)
+        asyncio.run(explain(base, report))
     print("\n".join(report.lines()))
     if options.json is not None:
         numbers = {**report.numbers(), "clients": options.clients, "warm_up": options.warm_up}
         options.json.write_text(json.dumps(numbers, indent=1) + "\n", "utf-8")
-    return 0 if not (report.lost or report.mixed or report.wrongly_taken) and report.growth < 64 else 1
+    return 0 if not (report.lost or report.wrong or report.wrongly_taken) and report.growth < 64 else 1
 
 
 if __name__ == "__main__":
