@@ -1,13 +1,13 @@
 """A mixture of experts that begins as a trained dense model, beside going on with it and beside a mixture from scratch.
 
-    python -m benchmarks.upcycling run OUT --data DIR --seeds 1,2,3 [--minutes 5] [--preset 124m]
+    python -m benchmarks.upcycling run OUT --data DIR --seeds 1,2,3 [--minutes 5] [--preset 124m] [--only scratch]
     python -m benchmarks.upcycling table OUT
 
 For each seed, a dense model trains for --minutes. From its weights, two runs of --minutes each go on: the dense model
 (the baseline), and a mixture of --experts experts of --width channels, which are copies of its MLP or of its halves
 (`--upcycle`). The same mixture from random weights trains for twice --minutes, so that all three ends have cost the
 same time. `run` leaves out runs that have finished, so it can be stopped and repeated; CUDA_VISIBLE_DEVICES chooses its
-GPU. Other options are configuration keys of all runs.
+GPU, and --only the arms, so that two jobs can share a seed. Other options are configuration keys of all runs.
 
 The loss of the mixture before its first step is that of the dense model: `tests/weights/test_upcycle.py`. The table
 has the first loss of both continued runs all the same. Intervals are Student's 95 % intervals of the logarithm of the
@@ -15,7 +15,6 @@ ratio, paired by seed, as in studies.
 """
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -29,17 +28,21 @@ ARMS = ("dense-goes-on", "upcycled", "scratch")  # the first is the baseline
 
 
 def commands(seed: int, options: argparse.Namespace) -> dict[str, list[str]]:
-    """Return the arguments of `deskside train` by the name of the run, in the order in which they run."""
+    """Return the arguments of `deskside train` by the name of the run, in the order in which they run.
+
+    The dense model that others start from runs first if one of those is in `options.only`.
+    """
     experts = ("--model.num_experts", str(options.experts), "--model.num_experts_per_tok", "2")
     experts += ("--model.moe_intermediate_size", str(options.width))
     dense = f"dense-{seed}"
     init = ("--init", str(options.out / dense))
-    runs = {
-        dense: ([options.preset], 1.0),
-        f"{ARMS[0]}-{seed}": ([*init], 1.0),
-        f"{ARMS[1]}-{seed}": ([*init, "--upcycle", *experts], 1.0),
-        f"{ARMS[2]}-{seed}": ([options.preset, *experts], 2.0),
+    of_arm: dict[str, tuple[list[str], float]] = {
+        ARMS[0]: ([*init], 1.0),
+        ARMS[1]: ([*init, "--upcycle", *experts], 1.0),
+        ARMS[2]: ([options.preset, *experts], 2.0),
     }
+    runs = {dense: ([options.preset], 1.0)} if {*ARMS[:2]} & {*options.only} else {}
+    runs |= {f"{arm}-{seed}": words for arm, words in of_arm.items() if arm in options.only}
     common = ["--data.path", options.data, "--seed", str(seed), "--runs", str(options.out), *options.others]
     return {
         name: [*words, "--hours", f"{share * options.minutes}m", *common, "--name", name]
@@ -48,13 +51,8 @@ def commands(seed: int, options: argparse.Namespace) -> dict[str, list[str]]:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Run everything that has not finished. Raises CalledProcessError if a run fails.
-
-    The options of a seed go to OUT/options-SEED.json, because jobs with other seeds may share the folder.
-    """
+    """Run everything that has not finished. Raises CalledProcessError if a run fails."""
     for seed in options.seeds:
-        given = {**vars(options), "seeds": [seed]}
-        (options.out / f"options-{seed}.json").write_text(json.dumps(given, default=str, indent=1) + "\n")
         for name, words in commands(seed, options).items():
             folder = options.out / name
             if (folder / "summary.json").exists():
@@ -104,12 +102,16 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--seeds", type=lambda text: [int(word) for word in text.split(",")], default=[1, 2, 3]
     )
+    parser.add_argument("--only", default=",".join(ARMS), metavar="ARM,...", help="run only these arms")
     parser.add_argument("--minutes", type=float, default=5.0)
     parser.add_argument("--preset", default="124m")
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--width", type=int, default=1024, help="channels of an expert; half of 124m's MLP")
     options, others = parser.parse_known_args(argv)
     options.others = others
+    options.only = options.only.split(",")
+    if unknown := {*options.only} - {*ARMS}:
+        parser.error(f"--only: the arms are {', '.join(ARMS)}, not {', '.join(sorted(unknown))}")
     if options.action == "run" and options.data is None:
         parser.error("--data is missing")
     return options

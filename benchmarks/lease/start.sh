@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
-# Start a job of this folder on a rented machine and return at once: bash benchmarks/lease/start.sh JOB
-# The job runs from a copy of the source code, because the next call may replace the working tree.
+# Start jobs on a rented machine and return at once: bash benchmarks/lease/start.sh BUNDLE... -- RELEASE_OPTION...
+# Once the bundles are complete, benchmarks.release runs with the options. It uses a copy of the source code, because
+# the next call may replace the working tree.
 set -euo pipefail
 work=$HOME/lease
-mkdir -p "$work/out" "$work/src"
-cp -r deskside benchmarks docs/data "$work/src"
+mkdir -p "$work/out" "$work/src/docs"
+cp -r deskside benchmarks tests pyproject.toml "$work/src"
+cp -r docs/data "$work/src/docs"
 cd "$work"
-setsid nohup bash "src/benchmarks/lease/$1.sh" > out/job.log 2>&1 < /dev/null &
+setsid nohup bash src/benchmarks/lease/run.sh "$@" > out/release.log 2>&1 < /dev/null &
 nvidia-smi --query-gpu=name,memory.used,driver_version --format=csv,noheader

@@ -20,7 +20,7 @@ def run(jobs: list[Job], out: Path, gpus: list[str], seconds: float = 60.0) -> t
     return code, {name: row["status"] for name, row in state.items()}
 
 
-@pytest.mark.parametrize("name", ["release.toml", "mixture.toml", "speed.toml"])
+@pytest.mark.parametrize("name", ["release.toml", "mixture.toml", "speed.toml", "recipe.toml"])
 def test_a_list_is_well_formed(name: str) -> None:
     """Options of benchmarks are in their sources; those with a dot are keys of the configuration."""
     words = dict.fromkeys(("data", "sets", "out", "work", "gpus"), "X")

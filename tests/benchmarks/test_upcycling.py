@@ -1,7 +1,6 @@
 """The benchmark of upcycling, with runs of a few steps on a tiny model."""
 
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -50,15 +49,15 @@ def test_the_table_pairs_seeds(tmp_path: Path) -> None:
     ]
 
 
-def test_jobs_of_different_seeds_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`benchmarks/mixture.toml` runs one job for each seed, side by side."""
-    monkeypatch.setattr(subprocess, "run", lambda command, check: None)
-    for seed, minutes in ((1, "3"), (2, "4")):
-        given = ["run", str(tmp_path), "--data", "D", "--seeds", str(seed), "--minutes", minutes]
-        assert upcycling.main(given) == 0
-    found = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("*.json")}
-    facts = {name: (options["seeds"], options["minutes"]) for name, options in found.items()}
-    assert facts == {"options-1.json": ([1], 3.0), "options-2.json": ([2], 4.0)}
+def test_two_jobs_share_a_seed() -> None:
+    def names(only: str) -> list[str]:
+        return list(upcycling.commands(1, upcycling.parse(["run", "O", "--data", "D", "--only", only])))
+
+    assert names("dense-goes-on,upcycled") == ["dense-1", "dense-goes-on-1", "upcycled-1"]
+    assert names("scratch") == ["scratch-1"]
+    with pytest.raises(SystemExit) as refused:
+        names("nothing")
+    assert refused.value.code == 2
 
 
 @pytest.mark.full
