@@ -1,9 +1,9 @@
 """Page allocator of the KV cache, with prefix sharing.
 
 A full page never changes, so rows with the same prefix share its pages: the samples of one prompt, the turns of a
-conversation, requests with one system prompt. A full page is registered under a key, a digest of all tokens up to its
-end. A registered page that no row holds any more keeps its content until the page is needed; the least recently
-used page is evicted first.
+conversation, requests with one system prompt. A full page is registered under a key, a digest of its tokens and of the
+key of the page before it, so equal keys mean equal tokens up to the page's end. A registered page that no row holds any
+more keeps its content until the page is needed; the least recently used page is evicted first.
 
 This is host-side bookkeeping. The device executes steps in the order in which they were queued, so a page may be
 reused while the last step of the row that held it is still running.
@@ -17,17 +17,23 @@ from collections.abc import Sequence
 Key = bytes
 
 
-def page_keys(tokens: Sequence[int], size: int, adapter: int = 0) -> list[Key]:
-    """Return the keys of the pages that these tokens fill, in order. size: tokens per page.
+def page_keys(tokens: "array[int]", size: int, adapter: int = 0, known: Sequence[Key] = ()) -> list[Key]:
+    """Return the keys of the pages that these tokens fill, in order.
 
-    adapter: number of the adapter in use; with another one, the same tokens have other keys and values.
+    Args:
+        tokens: In 64-bit integers.
+        size: Tokens per page.
+        adapter: Number of the adapter in use; with another one, the same tokens have other keys and values.
+        known: Keys of the first pages, which are not computed again.
     """
-    keys: list[Key] = []
-    contents = memoryview(array("q", tokens)).cast("B")
-    digest = hashlib.blake2b(digest_size=16, salt=adapter.to_bytes(8, "little"))
-    for start in range(0, len(tokens) - size + 1, size):
-        digest.update(contents[8 * start : 8 * (start + size)])
-        keys.append(digest.digest())
+    keys = [*known]
+    previous = keys[-1] if keys else adapter.to_bytes(8, "little")
+    contents, page_bytes = memoryview(tokens).cast("B"), tokens.itemsize * size
+    for start in range(len(keys) * page_bytes, len(contents) - page_bytes + 1, page_bytes):
+        previous = hashlib.blake2b(
+            contents[start : start + page_bytes], digest_size=16, key=previous
+        ).digest()
+        keys.append(previous)
     return keys
 
 

@@ -137,8 +137,9 @@ class Rows:
         else:
             if row.prefill_done and row.tokens:
                 # Make the answer's pages available to later prompts. Its last token may not be in the cache.
-                tokens = [*row.request.prompt, *row.tokens[:-1]]
-                self.register_pages(row, page_keys(tokens, self._page_size, row.request.adapter))
+                tokens = row.prompt_tokens + array("q", row.tokens[:-1])
+                keys = page_keys(tokens, self._page_size, row.request.adapter, row.keys)
+                self.register_pages(row, keys)
             self._release(row)
         return Event(row.number, row.sample, None, reason, text, cached_tokens=row.cached)
 

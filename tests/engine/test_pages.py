@@ -1,22 +1,36 @@
 """Cache pages: which ones are allocated, shared, kept and forgotten, compared with a model of plain sets."""
 
+from array import array
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deskside.engine.pages import Pages, page_keys
+from deskside.engine.pages import Key, Pages, page_keys
+
+
+def keys_of(tokens: Iterable[int], size: int, adapter: int = 0) -> list[Key]:
+    return page_keys(array("q", tokens), size, adapter)
 
 
 def test_a_key_stands_for_all_tokens_up_to_the_end_of_its_page() -> None:
-    assert page_keys([1, 2, 3], 4) == []
-    a, b = page_keys([1, 2, 3, 4, 5, 6, 7, 8, 9], 4), page_keys([1, 2, 3, 4, 5, 6, 7, 0], 4)
+    assert keys_of([1, 2, 3], 4) == []
+    a, b = keys_of([1, 2, 3, 4, 5, 6, 7, 8, 9], 4), keys_of([1, 2, 3, 4, 5, 6, 7, 0], 4)
     assert len(a) == len(b) == 2
     assert a[0] == b[0] and a[1] != b[1]
-    assert page_keys([5, 6, 7, 8], 4)[0] != a[1]
+    assert keys_of([5, 6, 7, 8], 4)[0] != a[1]
+    assert not set(a) & set(keys_of([1, 2, 3, 4, 5, 6, 7, 8], 4, adapter=1))
+
+
+@given(st.lists(st.integers(0, 3), max_size=20), st.integers(1, 4), st.integers(0, 2), st.integers(0, 20))
+def test_known_keys_are_continued(tokens: list[int], size: int, adapter: int, known: int) -> None:
+    whole = keys_of(tokens, size, adapter)
+    assert page_keys(array("q", tokens), size, adapter, whole[:known]) == whole
 
 
 def test_known_pages_are_shared_and_kept_until_they_are_wanted() -> None:
-    pages, keys = Pages(4), page_keys(list(range(8)), 4)
+    pages, keys = Pages(4), keys_of(range(8), 4)
     first = pages.allocate([], 3)
     assert first is not None and pages.available == 1
     pages.register(first[0], keys[0])
@@ -41,7 +55,7 @@ def test_nothing_leaks_and_nobody_gets_a_page_that_another_writes(
     steps: list[tuple[int, int, bool]],
 ) -> None:
     """Four texts, two of which share a prefix, allocate pages, register them or not, and release them."""
-    texts = [page_keys(text, 2) for text in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 9, 9], [7] * 6, [8] * 6)]
+    texts = [keys_of(text, 2) for text in ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 9, 9], [7] * 6, [8] * 6)]
     pages = Pages(8)
     held: list[tuple[list[int], int]] = []  # pages, and the number of shared ones
     for text, more, learn in steps:

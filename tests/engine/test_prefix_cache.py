@@ -1,5 +1,7 @@
 """The prefix cache: the pages that it returns, in a stateful model, and answers that are equal with and without it."""
 
+from array import array
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -35,7 +37,7 @@ class PrefixCache(RuleBasedStateMachine):
 
     @rule(target=held, text=TEXTS, more=st.integers(0, 2))
     def start(self, text: list[int], more: int) -> list[int]:
-        keys = page_keys(text, SIZE)
+        keys = page_keys(array("q", text), SIZE)
         cached = self.pages.num_cached(keys)
         assert cached == next((n for n, key in enumerate(keys) if key not in self.known), len(keys))
         new = len(keys) - cached + more
