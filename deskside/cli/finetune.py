@@ -35,7 +35,7 @@ from deskside.data.reading.index_file import INDEX
 from deskside.run.continuing import check_unfinished
 from deskside.run.directory import RunDirectory
 from deskside.train.preflight import set_cublas_workspace
-from deskside.train.time_budget import too_short
+from deskside.train.time_budget import TooShortError
 from deskside.utils.console import say
 from deskside.utils.errors import UsageError
 from deskside.utils.hub import short_name, with_revision
@@ -337,7 +337,7 @@ def _time_limit(limit: float | None) -> Iterator[None]:
 
     def error(remaining: float) -> UsageError:
         reason = f"preparing the data takes {remaining:.0f} s more"
-        return too_short(limit, reason, (limit + remaining) / PREPARE_SHARE)
+        return TooShortError(limit, reason, (limit + remaining) / PREPARE_SHARE)
 
     with time_limit(seconds, error):
         yield

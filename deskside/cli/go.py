@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import deskside
-from deskside.cli.go_pipeline import BEFORE_TRAINING, TOO_SHORT, Pipeline, has_trained, out_of_time
+from deskside.cli.go_pipeline import BEFORE_TRAINING, Pipeline, has_trained, out_of_time
 from deskside.cli.options import Command, option
 from deskside.cli.shared_options import (
     GPUS_HELP,
@@ -170,8 +170,8 @@ def _create_pipeline(options: GoOptions, given: dict[str, Any], argv: Sequence[s
     elapsed, tail = time.perf_counter() - deskside.STARTED, tail_seconds(options.hours)
     if options.hours * 3600 <= elapsed + tail:
         raise UsageError(
-            f"--hours: {options.hours:g} h{TOO_SHORT}starting took {elapsed:.0f} s, and {tail:.0f} s are reserved for "
-            f"samples and the report"
+            f"--hours: {options.hours:g} h is too short: starting took {elapsed:.0f} s, and {tail:.0f} s are "
+            f"reserved for samples and the report"
         )
     layers = [given] if options.preset is None else [*presets.for_pretraining(options.preset), given]
     recorded_options = {

@@ -29,8 +29,6 @@ from deskside.utils.machine import this_cpu, this_machine
 from deskside.utils.signals import exit_code
 
 BEFORE_TRAINING = PHASES[: PHASES.index("train")]
-# Part of the error of `training_run.start` as well, which `Pipeline.train_here` rewrites.
-TOO_SHORT = " is too short: "
 
 
 class Pipeline:
@@ -194,6 +192,7 @@ class Pipeline:
         config = pilot.config
         set_cublas_workspace(config)
         from deskside.train import training_run
+        from deskside.train.time_budget import TooShortError
 
         self._limit_memory(config.compute.device)
         try:
@@ -201,13 +200,12 @@ class Pipeline:
                 return training_run.resume(self.run.path, pilot).status
             command = str(self.state.data["command"])
             return training_run.start(config, self.run, command, watch=pilot).status
-        except UsageError as error:
-            # Report the option that the user gave: --hours became the length of the schedule.
-            option, too_short, reason = str(error).partition(TOO_SHORT)
-            if not (too_short and option.startswith("schedule.length: ")):
-                raise
-            reason = reason.partition("; --hours ")[0]  # the suggested hours are only those of training
-            raise UsageError(f"--hours: {self.state.hours:g} h{TOO_SHORT}{reason}") from None
+        except TooShortError as error:
+            # --hours became the length of the schedule. The hours that the error recommends are only those of training.
+            raise UsageError(
+                f"--hours: {self.state.hours:g} h is too short: {error.why}; give more hours, or fewer tokens per step "
+                "(--batch.tokens)"
+            ) from None
 
     def report(self) -> None:
         from deskside.report.write import write_report

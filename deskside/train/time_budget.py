@@ -36,26 +36,29 @@ class TimeBudget:
         """Return the seconds left; infinity without a limit."""
         return math.inf if self.limit is None else self.limit - self.spent()
 
-    def too_short(self, why: str, step_seconds: float, setup_seconds: float = 0.0) -> UsageError:
-        """Return the error for a run without time for a step, which recommends a length.
+    def too_short(self, why: str, step_seconds: float, setup_seconds: float = 0.0) -> "TooShortError":
+        """Return the error for a run without time for a step.
 
         setup_seconds: what the set-up will still take.
         """
         assert self.limit is not None
         shares = 2 * EVALUATE_SHARE + 2 * SAMPLE_SHARE + DRY_SHARE
         needed = (self.spent() + setup_seconds + RECOMMENDED_STEPS * step_seconds) * MARGIN / (1 - shares)
-        return too_short(self.limit, why, needed)
+        return TooShortError(self.limit, why, needed)
 
 
 UNLIMITED = TimeBudget()
 
 
-def too_short(limit: float, why: str, needed: float) -> UsageError:
-    """Return the error for a length of `limit` seconds, which recommends at least `needed` seconds."""
-    hours = max(needed, limit) / 3600
-    digits = max(0, 1 - math.floor(math.log10(hours)))  # at least two significant digits, rounded up
-    hours = math.ceil(hours * 10**digits) / 10**digits
-    return UsageError(
-        f"schedule.length: {limit:g} s is too short: {why}; give --hours {hours:g}, or fewer tokens per step "
-        "(--batch.tokens)"
-    )
+class TooShortError(UsageError):
+    """A length of `limit` seconds leaves no time for a step. The message recommends at least `needed` seconds."""
+
+    def __init__(self, limit: float, why: str, needed: float):
+        hours = max(needed, limit) / 3600
+        digits = max(0, 1 - math.floor(math.log10(hours)))  # at least two significant digits, rounded up
+        hours = math.ceil(hours * 10**digits) / 10**digits
+        super().__init__(
+            f"schedule.length: {limit:g} s is too short: {why}; give --hours {hours:g}, or fewer tokens per step "
+            "(--batch.tokens)"
+        )
+        self.why = why

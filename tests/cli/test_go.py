@@ -4,6 +4,7 @@ change of the band, and a target loss.
 
 import json
 import random
+import re
 import signal
 import sys
 import time
@@ -217,6 +218,7 @@ def test_hours_too_short_for_a_step(
     assert line.startswith(
         "--hours: 0.0166667 h is too short: setting up took 60 s, evaluation and saving need "
     )
+    assert not re.search(r"--hours \d", line)  # the hours of training alone would be too few
     assert list((here / "runs").iterdir()) == []
 
 

@@ -19,7 +19,7 @@ from deskside.train.loop.clock import Revision, StepPlan, remaining_steps
 from deskside.train.loop.stage_work import StageWork
 from deskside.train.objective import RowDataset
 from deskside.train.parallel import World, local_processes
-from deskside.train.time_budget import MARGIN, RECOMMENDED_STEPS, too_short
+from deskside.train.time_budget import MARGIN, RECOMMENDED_STEPS, TooShortError
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.format import count, end_time, gib, plural
 from deskside.utils.host_memory import usable_bytes
@@ -46,7 +46,7 @@ def first_plan(
                 f"setting up took {elapsed:.0f} s, evaluation and saving need {reserve:.0f} s, and a step takes "
                 f"{dry_seconds[0]:.2f} s"
             )
-            raise too_short(
+            raise TooShortError(
                 length.value, why, MARGIN * (elapsed + reserve + RECOMMENDED_STEPS * dry_seconds[0])
             )
         reason = "estimated from dry steps"
