@@ -144,6 +144,10 @@ def _prepare(options: PrepareOptions) -> int:
     from deskside.data.corpus import analyze
     from deskside.data.corpus.prepare import prepare
 
+    if options.tokenizer is not None and options.vocab_size != PrepareOptions.vocab_size:
+        raise UsageError(
+            "--vocab-size: is for training a tokenizer, but --tokenizer gives one; remove one of them."
+        )
     tokenizer = None if options.tokenizer is None else hub.find(options.tokenizer, "tokenizer").folder
     try:
         corpus_options = analyze.CorpusOptions(

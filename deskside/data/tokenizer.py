@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
@@ -92,7 +93,7 @@ def load(path: str | Path) -> Tokenizer:
     """
     from tokenizers import Tokenizer
 
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))
     if file.is_dir():
         file = file / "tokenizer.json"
     if not file.is_file():
@@ -168,7 +169,7 @@ def load_for_data(source: str | Path) -> tuple[Tokenizer, str]:
 
     Raises the same errors as `load`, `end_of_text` and `token_bytes`.
     """
-    file = Path(source).expanduser()
+    file = Path(os.path.expanduser(source))
     tokenizer = load(file)
     eos, _ = end_of_text(tokenizer, file if file.is_dir() else file.parent)
     token_bytes(tokenizer)  # raises if it is not byte-level BPE
@@ -177,7 +178,7 @@ def load_for_data(source: str | Path) -> tuple[Tokenizer, str]:
 
 def copy(source: str | Path, directory: Path) -> None:
     """Copy a tokenizer and its tokenizer_config.json, or write a default one. Raises the errors of `load_for_data`."""
-    file = Path(source).expanduser()
+    file = Path(os.path.expanduser(source))
     folder = file if file.is_dir() else file.parent
     _, eos = load_for_data(file)
     directory.mkdir(parents=True, exist_ok=True)

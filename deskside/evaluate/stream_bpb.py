@@ -8,6 +8,7 @@ bytes are those of the text. Training packs documents differently, so a run's ow
 A model that is not this project's takes part as a function from inputs and targets to the sum of their losses.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,7 @@ class TokenStream:
 
 def read_stream(data: str | Path, split: str = VAL) -> TokenStream:
     """Read a split of prepared text. Raises UsageError if there is none, RunError if it is damaged."""
-    directory = Path(data).expanduser()
+    directory = Path(os.path.expanduser(data))
     index = checked_index(directory)
     if split not in index.splits:
         raise UsageError(f"{directory}: has no split {split!r}; it has {', '.join(sorted(index.splits))}")

@@ -5,6 +5,7 @@ format strings over the fields of a record. A data folder may define further tas
 """
 
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -266,7 +267,7 @@ def select(names: Sequence[str], folder: str | None, shots: int | None = None) -
     tasks = dict(builtin_tasks())
     root: Path | None = None
     if folder is not None and folder != HUB:
-        root = Path(folder).expanduser()
+        root = Path(os.path.expanduser(folder))
         if not root.is_dir():
             raise UsageError(f"--tasks-dir {folder}: no such folder; {DATA_HINT}")
         tasks |= _folder_tasks(root, tasks)

@@ -54,6 +54,9 @@ def test_next_commands_follow_the_amount_of_text(
     published = tmp_path / "published"
     published.mkdir()
     (tmp_path / "out" / "tokenizer.json").rename(published / "tokenizer.json")
+    with pytest.raises(UsageError, match="--vocab-size"):  # has no effect with a given tokenizer
+        suggested("--tokenizer", "published", "--no-resume")
+    command = ["prepare", "a.jsonl", "--out", "out", "--workers", "1"]
     assert suggested("--tokenizer", "published", "--no-resume") == [own_corpus]
     monkeypatch.setattr(data, "_SMALL_CORPUS", 1)
     large = ["plan --here --hours 24 --data.path out", "go --hours 24 --data out"]

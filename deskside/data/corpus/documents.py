@@ -23,13 +23,14 @@ from deskside.data.corpus.bad_input import (
     NO_FIELD,
     NOT_TEXT,
     NOT_UTF8,
+    REPEATED_COLUMN,
     TOO_LONG,
     BadInputLog,
     field_hint,
     short_reason,
 )
 from deskside.data.corpus.lines import CHUNK, utf8_error
-from deskside.data.corpus.reader import BYTE_ORDER_MARK, LINE_LIMIT, Reader, tag_of
+from deskside.data.corpus.reader import BYTE_ORDER_MARK, LINE_LIMIT, Reader, damaged_parquet, tag_of
 from deskside.data.corpus.sources import Source
 
 if TYPE_CHECKING:
@@ -144,22 +145,30 @@ class _DocumentReader(Reader[Document]):
         if not isinstance(text, bytes):
             self.bad.add(NOT_TEXT, origin, f"{self.text_field!r} is {type(text).__name__}")
             return
-        source, lang = tag_of(record.get("source")) or tag, tag_of(record.get(self.lang_field))
-        yield from self.document(text, source, lang, origin, group)
+        # The text itself is no tag, such as that of `--field source` in a data set for translation.
+        source, lang = (
+            "" if name == self.text_field else tag_of(record.get(name))
+            for name in ("source", self.lang_field)
+        )
+        yield from self.document(text, source or tag, lang, origin, group)
 
     def parquet(self, path: Path, tag: str) -> Iterator[Document]:
         import pyarrow as pa
         import pyarrow.parquet as pq
 
         try:
-            table = pq.ParquetFile(path, buffer_size=CHUNK, pre_buffer=False)
-        except (pa.ArrowInvalid, OSError) as error:
+            table = pq.ParquetFile(path, buffer_size=CHUNK, pre_buffer=False, page_checksum_verification=True)
+            schema, field = table.schema_arrow, self.text_field
+            names = schema.names  # decodes them
+        except damaged_parquet() as error:
             self.bad.add(DAMAGED_FILE, str(path), short_reason(error))
             return
         with table:
-            schema, field = table.schema_arrow, self.text_field
-            if field not in schema.names:
-                self.bad.add(NO_COLUMN, str(path), field_hint(schema.names, field))
+            if field not in names:
+                self.bad.add(NO_COLUMN, str(path), field_hint(names, field))
+                return
+            if names.count(field) > 1:
+                self.bad.add(REPEATED_COLUMN, str(path), repr(field))
                 return
             kind = schema.field(field).type
             if pa.types.is_dictionary(kind):
@@ -169,7 +178,7 @@ class _DocumentReader(Reader[Document]):
             ):
                 self.bad.add(NOT_TEXT, str(path), f"column {field!r} is {kind}")
                 return
-            columns = [field, *(c for c in ("source", self.lang_field) if c in schema.names and c != field)]
+            columns = [field, *(c for c in ("source", self.lang_field) if names.count(c) == 1 and c != field)]
             row = 0
             try:
                 for batch in table.iter_batches(batch_size=_batch_rows(table), columns=columns):
@@ -187,7 +196,7 @@ class _DocumentReader(Reader[Document]):
                             continue
                         record = {c: values[i] for c, values in tags.items()}
                         yield from self.record({**record, field: raw}, tag, origin, str(path))
-            except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
+            except damaged_parquet() as error:
                 self.bad.add(DAMAGED_FILE, str(path), f"after row {row}: {short_reason(error)}")
 
 

@@ -115,6 +115,8 @@ def prepare(sources: Sequence[str], out: str | Path, options: CorpusOptions = DE
         )
     if fraction is not None and not 0 <= fraction < 1:
         raise UsageError(f"--val-fraction {fraction}: give a number from 0 up to, but not including, 1.")
+    if fraction is not None and options.val_sources:
+        raise UsageError("--val-fraction: has no effect with --val; remove one of them.")
     check_temperature(options)
     if workers is not None and workers < 1:
         raise UsageError(f"--workers {workers}: give a number of at least 1.")

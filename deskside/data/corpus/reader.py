@@ -132,6 +132,13 @@ def _hub_rows(source: Source) -> Iterator[Any]:
         ) from error
 
 
+def damaged_parquet() -> tuple[type[Exception], ...]:
+    """Return what pyarrow raises for a parquet file that is damaged, or of a kind that it cannot read."""
+    import pyarrow as pa
+
+    return pa.ArrowException, OSError, UnicodeDecodeError
+
+
 def tag_of(value: object) -> str:
     """Return the tag of a `source` or `lang` value: the part before the first colon ("wiki:Page:3" -> "wiki")."""
     if not isinstance(value, str):

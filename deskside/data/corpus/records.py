@@ -12,8 +12,15 @@ from typing import Any
 
 import xxhash
 
-from deskside.data.corpus.bad_input import DAMAGED_FILE, NO_COLUMN, NO_FIELD, BadInputLog, short_reason
-from deskside.data.corpus.reader import Reader, tag_of, without_nulls
+from deskside.data.corpus.bad_input import (
+    DAMAGED_FILE,
+    NO_COLUMN,
+    NO_FIELD,
+    REPEATED_COLUMN,
+    BadInputLog,
+    short_reason,
+)
+from deskside.data.corpus.reader import Reader, damaged_parquet, tag_of, without_nulls
 from deskside.data.corpus.sources import Source, kind_of
 from deskside.utils.errors import UsageError
 
@@ -73,17 +80,19 @@ class _RecordReader(Reader[Record]):
         )
 
     def parquet(self, path: Path, tag: str) -> Iterator[Record]:
-        import pyarrow as pa
         import pyarrow.parquet as pq
 
         row = 0
         try:
-            with pq.ParquetFile(path) as table:
+            with pq.ParquetFile(path, page_checksum_verification=True) as table:
                 names = table.schema_arrow.names
                 if missing := [name for name in self.fields if name not in names]:
                     self.bad.add(NO_COLUMN, str(path), f"wanted {missing[0]!r}, has {', '.join(names[:6])}")
                     return
-                others = ("source", "lang", *self.optional)
+                if repeated := [name for name in (*self.wanted, *self.optional) if names.count(name) > 1]:
+                    self.bad.add(REPEATED_COLUMN, str(path), repr(repeated[0]))
+                    return
+                others = (*(tag for tag in ("source", "lang") if names.count(tag) == 1), *self.optional)
                 columns = [*self.fields, *(c for c in others if c in names and c not in self.fields)]
                 if not any(name in columns for name in self.wanted):
                     self.bad.add(
@@ -94,7 +103,7 @@ class _RecordReader(Reader[Record]):
                     for record in batch.to_pylist():
                         row += 1
                         yield from self.record(without_nulls(record), tag, f"{path}:{row}", str(path))
-        except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
+        except damaged_parquet() as error:
             if isinstance(error, (FileNotFoundError, PermissionError)):
                 raise
             self.bad.add(DAMAGED_FILE, str(path), f"after row {row}: {short_reason(error)}")

@@ -82,12 +82,13 @@ class Source:
             if name not in names:
                 raise UsageError(f"{spec}: no such bundled text. Bundled: {', '.join(names)}.")
             return cls(spec, _stem(Path(name)), (folder / name,))
-        path = Path(spec).expanduser()
+        path = Path(os.path.expanduser(spec))  # Path.expanduser raises RuntimeError for an unknown user
         if path.is_dir():
             paths, unreadable = _walk(path)
             return _from_files(spec, path.resolve().name, paths, f"in directory {spec}", unreadable)
         if not path.exists() and any(c in spec for c in "*?["):
-            paths = sorted(Path(p) for p in globbing.glob(str(path), recursive=True) if os.path.isfile(p))
+            # A pattern with several ** finds a file several times.
+            paths = sorted({Path(p) for p in globbing.glob(str(path), recursive=True) if os.path.isfile(p)})
             return _from_files(spec, path.parent.resolve().name, paths, f"match {spec}")
         if kind_of(path) is None and not path.exists():
             raise UsageError(f"{spec}: no such file or directory.")

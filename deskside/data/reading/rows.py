@@ -9,6 +9,7 @@ position without reading earlier rows.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -80,7 +81,7 @@ class PackedDataset:
         packing: Literal["best-fit", "shuffled"] = "best-fit",
         source_temperature: float | None = None,
     ) -> None:
-        directory = Path(path).expanduser()
+        directory = Path(os.path.expanduser(path))
         index = checked_index(directory)
         if split not in index.splits:
             raise UsageError(

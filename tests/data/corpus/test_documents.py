@@ -83,6 +83,63 @@ def test_parquet_row_with_invalid_utf8(tmp_path: Path) -> None:
     assert [d.text for d in found] == ["good", "fine"] and log.counts == {bad_input.NOT_UTF8: 1}
 
 
+def test_repeated_columns_of_parquet(tmp_path: Path) -> None:
+    def written(*names: str) -> Path:
+        columns = [pa.array(["one", "two"]) for _ in names]
+        pq.write_table(pa.Table.from_arrays(columns, names=list(names)), path := tmp_path / "a.parquet")
+        return path
+
+    assert read(written("text", "text"))[1].counts == {bad_input.REPEATED_COLUMN: 1}
+    found, log = read(written("text", "source", "source", "lang", "lang"))
+    assert [(d.text, d.source, d.lang) for d in found] == [("one", "a", ""), ("two", "a", "")]
+    assert log.total == 0
+    log = BadInputLog()
+    source = Source.parse(str(written("prompt", "answer", "answer", "source", "source")))
+    assert list(iter_records(source, ["answer"], log)) == []
+    assert log.counts == {bad_input.REPEATED_COLUMN: 1}
+    assert [r.source for r in iter_records(source, ["prompt"], log)] == ["a", "a"]
+
+
+def test_damage_of_parquet_never_ends_the_reading(tmp_path: Path) -> None:
+    table = pa.table({"text": ["one", "two"], "source": ["a", "b"]})
+    pq.write_table(table, tmp_path / "a.parquet", compression="none", store_schema=False)
+    whole = (tmp_path / "a.parquet").read_bytes()
+    unreadable = 0
+    for position in range(len(whole)):
+        for flipped in (0x06, 0x80):  # another codec, such as LZO; a column's name that is not UTF-8
+            damaged = bytearray(whole)
+            damaged[position] ^= flipped
+            (tmp_path / "b.parquet").write_bytes(damaged)
+            unreadable += bad_input.DAMAGED_FILE in read(tmp_path / "b.parquet")[1].counts
+            list(iter_records(Source.parse(str(tmp_path / "b.parquet")), ["text"], BadInputLog()))
+    assert unreadable > 100
+
+
+def test_parquet_pages_are_compared_with_their_checksums(tmp_path: Path) -> None:
+    table = pa.table({"text": [f"document {i}" for i in range(100)]})
+    pq.write_table(
+        table, tmp_path / "a.parquet", compression="none", use_dictionary=False, write_page_checksum=True
+    )
+    assert len(read(tmp_path / "a.parquet")[0]) == 100
+    changed = (tmp_path / "a.parquet").read_bytes().replace(b"document 50", b"document 05", 1)
+    (tmp_path / "a.parquet").write_bytes(changed)
+    found, log = read(tmp_path / "a.parquet")
+    assert found == [] and log.counts == {bad_input.DAMAGED_FILE: 1}
+    log = BadInputLog()
+    assert list(iter_records(Source.parse(str(tmp_path / "a.parquet")), ["text"], log)) == []
+    assert log.counts == {bad_input.DAMAGED_FILE: 1}
+
+
+@pytest.mark.parametrize("field", ["source", "lang"])
+def test_a_text_is_not_its_own_tag(tmp_path: Path, field: str) -> None:
+    record = {field: "Hello: world", "target": "Hallo Welt"}
+    (tmp_path / "a.jsonl").write_bytes(lines(record))
+    pq.write_table(pa.table({key: [value] for key, value in record.items()}), tmp_path / "b.parquet")
+    for name in ("a.jsonl", "b.parquet"):
+        (document,) = read(tmp_path / name, field=field)[0]
+        assert (document.text, document.source, document.lang) == ("Hello: world", name[0], "")
+
+
 def test_every_kind_of_bad_line_is_counted_and_named(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(

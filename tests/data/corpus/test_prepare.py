@@ -586,7 +586,9 @@ def test_a_tokenizer_that_truncates_and_pads_loses_no_text(
         ({"vocab_size": 2**70}, "at most 1048576"),
         ({"val_fraction": 1.0}, "val-fraction"),
         ({"workers": 0}, "workers"),
+        ({"val_sources": ("bundled:tiny_shakespeare.txt",), "val_fraction": 0.1}, "val-fraction"),
         ({"tokenizer": "nowhere"}, "no such tokenizer"),
+        ({"tokenizer": "~nobody/tokenizer.json"}, "no such tokenizer"),
     ],
 )
 def test_wrong_arguments(corpus: Path, tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
