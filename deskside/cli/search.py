@@ -17,6 +17,7 @@ from deskside.cli.study import DEVICES_HELP, EXECUTOR_HELP, ExecutorName, execut
 from deskside.config import merge, presets
 from deskside.config.duration import parse_hours
 from deskside.config.run import RunConfig
+from deskside.pipeline.state_schema import MAX_HOURS
 from deskside.study.forecast import LocalMachine, forecast, local_machine
 from deskside.study.search.memory_check import MemoryCheck, memory_check
 from deskside.study.search.outcome import Outcome
@@ -183,6 +184,8 @@ def _new_plan(
         hours = parse_hours(options.hours)
     except ValueError as error:
         raise UsageError(f"--hours: {error}") from None
+    if not 0 < hours <= MAX_HOURS:
+        raise UsageError(f"--hours: must be above zero and at most {MAX_HOURS:,.0f}, not {options.hours}")
     if options.trials is not None and options.trials < 2:
         raise UsageError(f"--trials: must be 2 or more, not {options.trials}; the first is the default")
     base = options.preset or "124m"
@@ -193,6 +196,8 @@ def _new_plan(
     length = _target_seconds(target, machine)
     devices = len(make_executor(options.executor, options.devices, {target.compute.device}).devices())
     minutes = options.minutes_per_trial
+    if minutes is not None and minutes <= 0:
+        raise UsageError(f"--minutes-per-trial: must be above zero, not {minutes:g}")
     setup = _setup_seconds(layers, machine)
     division = divide(
         3600 * hours,

@@ -28,6 +28,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         (["demo"], "--hours: is missing"),
         (["demo", "--hours", "x"], "--hours: "),
+        (["demo", "--hours", "1", "--minutes-per-trial", "0"], "--minutes-per-trial: "),
+        (["demo", "--hours", "1", "--minutes-per-trial", "-1"], "--minutes-per-trial: "),
+        (["demo", "--hours", "nan"], "--hours: "),
+        (["demo", "--hours", "inf"], "--hours: "),
+        (["demo", "--hours", "-1"], "--hours: must be above zero"),
         (["demo", "--hours", "1", "--over", "optim.rate"], "--over optim.rate: cannot be searched"),
         (["demo", "--hours", "0.001"], "--hours: "),
         (["demo", "--hours", "1", "--trials", "1"], "--trials: "),

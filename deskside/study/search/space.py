@@ -9,8 +9,11 @@ reference point of `optim.scale`, tokens per step in doublings of the default, t
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
+from pydantic import TypeAdapter, ValidationError
+
+from deskside.config.base import plain_message
 from deskside.config.duration import Duration
 from deskside.config.merge import KeyPath, config_fields
 from deskside.config.no_effect import has_effect
@@ -185,6 +188,10 @@ def dimension(key: str, ends: tuple[float, float] | None, config: RunConfig) -> 
         else:
             low, high = min(low, default), max(high, default)
         return Dimension(key, kind, default, low, high)
+    if problem := _problem_of_ends(
+        key, kind or ("integer" if isinstance(default, int) else None), ends, config
+    ):
+        raise UsageError(f"--over {key}={ends[0]:g}:{ends[1]:g}: {problem}")
     low, high = ends
     if kind == "doublings":
         low, high = math.log2(low / default), math.log2(high / default)
@@ -199,6 +206,30 @@ def dimension(key: str, ends: tuple[float, float] | None, config: RunConfig) -> 
         raise UsageError(f"--over {key}={ends[0]:g}:{ends[1]:g}: does not contain the default, {default}; widen it, "
                          f"or set another default with --{key}")  # fmt: skip
     return Dimension(key, kind, default, low, high)
+
+
+def _problem_of_ends(key: str, kind: Kind | None, ends: tuple[float, float], config: RunConfig) -> str:
+    """Return why a given range is impossible, or "". kind: None for a number that need not be whole."""
+    if kind == "doublings" and ends[0] < config.batch.sequence_length:
+        return f"a step has at least one row of {config.batch.sequence_length} tokens"
+    if kind == "layers" and ends[0] < 1:
+        return "a model has at least one layer"
+    if kind == "one minus" and ends[1] >= 1:
+        return "it must be below 1"
+    if kind in ("doublings", "layers", "integer"):
+        if not all(end.is_integer() for end in ends):
+            return "the ends must be whole numbers"
+        ends = int(ends[0]), int(ends[1])
+    if key != DEPTH:
+        field = dict(config_fields())[tuple(key.split("."))]
+        annotated: Any = Annotated[(field.annotation, *field.metadata)]
+        adapter = TypeAdapter(annotated)
+        for end in ends:
+            try:
+                adapter.validate_python(end)
+            except ValidationError as error:
+                return plain_message(error.errors(include_url=False)[0])
+    return ""
 
 
 def searchable(config: RunConfig) -> dict[str, Any]:

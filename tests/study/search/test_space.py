@@ -61,7 +61,10 @@ def test_types_decide_what_can_be_searched() -> None:
 @pytest.mark.parametrize(
     "over",
     ["optim.rate", "seed", "optim.lr,optim.lr", "optim.lr=1", "optim.lr=2:1", "optim.lr=0.1:0.2", "optim.grad_clip",
-     "optim.nesterov=0:1", "model.depth,model.num_hidden_layers", "batch.tokens=3000:100000", ""],
+     "optim.nesterov=0:1", "model.depth,model.num_hidden_layers", "batch.tokens=3000:100000", "",
+     "batch.tokens=0:1048576", "batch.tokens=16:524288", "optim.momentum=0.5:1", "optim.momentum=0.5:2",
+     "model.depth=0:24", "model.depth=0.5:24", "model.num_hidden_layers=0:24", "model.num_hidden_layers=1.5:24",
+     "schedule.decay=0:5", "schedule.warmup=0:1", "schedule.batch_growth=1:100"],
 )  # fmt: skip
 def test_what_cannot_be_searched_is_refused(over: str) -> None:
     with pytest.raises(UsageError) as error:
