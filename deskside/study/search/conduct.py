@@ -80,7 +80,7 @@ def conduct(
             # From here on, settings are the target's; a proxy's may be smaller.
             best = replace(best, settings=settings_of(plan, plan.target(parameters)))
             results, stopped = _confirm(folder, plan, parameters, best, executor, spent, queue, target)
-            write_preset(folder, plan, parameters, answer(plan, best, results))
+            write_preset(folder, plan, parameters, answer(plan, best, results, stopped is None))
         spent.save()
         outcome = _outcome(plan, trials, best, results, devices, spent.seconds(), stopped is None)
         if outcome.trials:

@@ -11,7 +11,7 @@ from deskside.config.base import first_problem
 from deskside.config.imported import toml_value
 from deskside.run.record import number
 from deskside.study.metrics import QUALITY
-from deskside.study.results import Comparison, Results, status_text
+from deskside.study.results import NOT_ENDED, Comparison, Results, status_text
 from deskside.study.search.search_folder import RESULT, SearchPlan
 from deskside.study.search.suggestions import Suggested
 from deskside.utils import strict_json
@@ -141,7 +141,7 @@ def answer(plan: SearchPlan, best: SearchTrial | None, results: Results | None, 
     what = f"The best settings found are {settings_text(best.settings)}"
     confirmed = comparison(results)
     if confirmed is None:
-        return f"{what}; they were not compared with the default on fresh seeds, because the time was over."
+        return f"{what}; they were not compared with the default on fresh seeds, because {_why_not(results)}."
     where = "" if plan.confirm_at_target else f", measured on {plan.confirmed_on} and not on whole runs"
     difference = f"{confirmed.difference:+.4f} bits per byte against the default"
     if confirmed.low is None or confirmed.high is None:
@@ -153,6 +153,16 @@ def answer(plan: SearchPlan, best: SearchTrial | None, results: Results | None, 
     )
     interval = f"95 % interval {confirmed.low:+.4f} to {confirmed.high:+.4f}"
     return f"{what}: {difference} ({interval}) over {plural(confirmed.n, 'fresh seed')}{where}: {verdict}."
+
+
+def _why_not(results: Results | None) -> str:
+    """Return why the confirmation has no comparison."""
+    for arm in results.arms if results is not None else ():
+        failed = [trial for trial in arm.trials if trial.status not in ("finished", "pruned", *NOT_ENDED)]
+        if failed and not arm.finished():
+            status, reason = status_text(failed[0].status), failed[0].reason
+            return f"no trial of the {arm.id} finished ({f'{status}: {reason}' if reason else status})"
+    return "the time was over"
 
 
 def _best_text(best: SearchTrial) -> str:

@@ -14,6 +14,7 @@ from scipy import stats
 from deskside.config import merge, presets
 from deskside.report.write import write_report
 from deskside.study.execute.journal import FILE, replay_file
+from deskside.study.execute.trial_process import TrialEnd
 from deskside.study.search.outcome import Outcome, read_outcome
 from deskside.study.search.proxy import Proxy
 from deskside.study.search.search_folder import SearchFolder
@@ -108,6 +109,22 @@ def test_a_resume_of_a_finished_search_runs_nothing(done: tuple[SearchFolder, Ou
     again, stopped = made_search.run(where)
     assert stopped is None and len(made_search.starts(where.path.parent)) == before
     assert again.trials == outcome.trials and again.confirmed == outcome.confirmed
+
+
+def test_a_default_that_cannot_run_is_not_called_a_lack_of_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poll = made_search.MadeTrial.poll
+
+    def oom_at_the_default(trial: made_search.MadeTrial) -> TrialEnd | None:
+        return TrialEnd("oom", "no memory left", 1.0) if trial.config["optim"]["lr"] == 0.04 else poll(trial)
+
+    monkeypatch.setattr(made_search.MadeTrial, "poll", oom_at_the_default)
+    where, _ = made_search.begin(tmp_path / "s", max_trials=3)
+    outcome, stopped = made_search.run(where)
+    assert stopped is None and outcome.complete and outcome.confirmed is None
+    assert outcome.default_mean is None and outcome.winner_mean is not None
+    assert "the time was over" not in outcome.answer and "no memory left" in outcome.answer
 
 
 def test_what_the_planner_refuses_never_starts(tmp_path: Path) -> None:
