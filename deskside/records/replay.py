@@ -17,7 +17,7 @@ from deskside.facts.records import Corpus, LossRecord
 from deskside.records.score import ScoredRun, check_corpus, score_run
 from deskside.run.record import read_run
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.files import write_atomically
+from deskside.utils.files import clear_temporary, write_atomically
 from deskside.utils.parsing import read_json_object
 from deskside.utils.signals import signal_number
 
@@ -105,6 +105,7 @@ def _train(record: LossRecord, data: str, path: Path, seed: int, say: Say, train
         arguments = ["--resume", str(path)]
     else:
         if path.exists():  # killed before the run was recorded
+            clear_temporary(path)
             with contextlib.suppress(FileNotFoundError):
                 (path / "checkpoints").rmdir()
             path.rmdir()

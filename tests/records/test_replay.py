@@ -27,6 +27,7 @@ from deskside.records.replay import Train, replay
 from deskside.records.score import ScoredRun
 from deskside.run.record import read_run
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.files import TEMPORARY_SUFFIX
 from deskside.utils.parsing import toml_table
 from tests.train import tiny_run
 
@@ -125,7 +126,8 @@ def test_continues_where_it_was(made: Made, tmp_path: Path) -> None:
         made.replay(out, train=train)
     assert trained == [["--resume", str(out / "seed-2")]]
     shutil.rmtree(out / "seed-2")
-    (out / "seed-2" / "checkpoints").mkdir(parents=True)  # killed before run.json was written
+    (out / "seed-2" / "checkpoints").mkdir(parents=True)  # killed while run.json was written
+    (out / "seed-2" / f".run.json{TEMPORARY_SUFFIX}").touch()
     with pytest.raises(RunError):
         made.replay(out, train=train)
     assert trained[1][-4:] == ["--runs", str(out), "--name", "seed-2"] and not (out / "seed-2").exists()
