@@ -6,6 +6,7 @@ synced first, then the file is renamed, and then the folder that contains the na
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -159,6 +160,27 @@ def create_folder(path: Path, option: str = "--out") -> None:
             raise write_error(path, error) from None
         reason = f"{error.filename or path}: {error.strerror or error}"
         raise UsageError(f"{option} {path}: cannot be created ({reason}); give another folder") from None
+
+
+@contextlib.contextmanager
+def locked_folder(path: Path, option: str = "--out") -> Iterator[None]:
+    """Context manager that locks a folder, without a file in it. Raises UsageError if another process holds the lock.
+
+    The lock ends with the process, and follows the folder if it is renamed.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"{option} {path}: another process writes to it; wait for it, or stop it first"
+            ) from None
+        except OSError:  # a file system without locks of folders
+            pass
+        yield
+    finally:
+        os.close(descriptor)
 
 
 # Replacing folders that this program wrote, without deleting files that it did not write

@@ -88,6 +88,7 @@ from deskside.utils.files import (
     create_folder,
     delete_files,
     fingerprint,
+    locked_folder,
     replace_folder,
     write_error,
 )
@@ -107,7 +108,6 @@ def prepare(sources: Sequence[str], out: str | Path, options: CorpusOptions = DE
     Raises UsageError if the arguments are wrong, input is refused, there is nothing to read, or `out` contains other
     files; RunError if the tokenizer is damaged, the disk is full, or a worker process died.
     """
-    start = time.monotonic()
     fraction, workers = options.val_fraction, options.workers
     if not sources:
         raise UsageError(
@@ -145,6 +145,22 @@ def prepare(sources: Sequence[str], out: str | Path, options: CorpusOptions = DE
         tokenizer, _ = bpe.load_for_data(options.tokenizer)  # raises before the corpus is read
         arguments["tokenizer"] = xxhash.xxh3_128_hexdigest(tokenizer.to_str().encode("utf-8"))
     out = Path(out)
+    with contextlib.ExitStack() as locks:
+        if out.is_dir():  # two processes would delete each other's temporary files
+            locks.enter_context(locked_folder(out))
+        return _prepare(out, arguments, train_list, val_list, options, locks)
+
+
+def _prepare(
+    out: Path,
+    arguments: dict[str, Any],
+    train_list: list[Source],
+    val_list: list[Source],
+    options: CorpusOptions,
+    locks: contextlib.ExitStack,
+) -> Report:
+    """Prepare a data set from checked arguments. locks: that of `out` if it exists; that of a new folder is added."""
+    start = time.monotonic()
     old = open_state(out)
     replaced = old if old is not None and old.scan is not None and not options.resume else None
     if replaced:
@@ -153,6 +169,11 @@ def prepare(sources: Sequence[str], out: str | Path, options: CorpusOptions = DE
     target = out.resolve()  # replace the target of a symbolic link
     new = target.with_name(f".{target.name}.new")
     preparation = _Preparation(new if replaced else out, arguments, train_list, val_list, options)
+    if not preparation.out.exists():
+        preparation.created_folder = True
+        create_folder(preparation.out)
+    if replaced or preparation.created_folder:
+        locks.enter_context(locked_folder(preparation.out))
     preparation.open(discard=replaced is not None)
     try:
         index = preparation.intact_index()
@@ -224,8 +245,7 @@ class _Preparation:
                 return
             check_owned(self.out, state)
             delete_files(self.out, state.written_files)
-        self.started_here, self.created_folder = True, not self.out.exists()
-        create_folder(self.out)
+        self.started_here = True
         clear_temporary(self.out)
         self.files = self._record_files(self.files or (state.files if state and state.files else ()))
         self.save()

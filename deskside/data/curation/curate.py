@@ -46,7 +46,14 @@ from deskside.data.curation.worker import DocumentBatch, DocumentVerdict
 from deskside.utils import strict_json
 from deskside.utils.child_process import cpu_cores
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.files import clear_temporary, fingerprint, write_atomically, write_error
+from deskside.utils.files import (
+    clear_temporary,
+    create_folder,
+    fingerprint,
+    locked_folder,
+    write_atomically,
+    write_error,
+)
 from deskside.utils.progress import ProgressBar
 
 WORK, UNREADABLE, PAGE = "work", "removed/unreadable.jsonl", "report.md"
@@ -92,9 +99,13 @@ def curate(sources: Sequence[str], out: str | Path, options: CurationOptions) ->
     if not sources:
         raise UsageError("no source given. Name a file, a directory or hf:owner/name.")
     curation = _Curation([labelled_source(spec) for spec in sources], Path(out), options)
-    curation.open()
+    if not curation.out.exists():
+        create_folder(curation.out)
     try:
-        return curation.report() if curation.is_complete() else curation.run()
+        # Two processes would delete each other's temporary files.
+        with locked_folder(curation.out) if curation.out.is_dir() else contextlib.nullcontext():
+            curation.open()
+            return curation.report() if curation.is_complete() else curation.run()
     except WorkerDied as error:
         raise RunError(
             "a process that curates was killed, most likely for lack of memory. Run the same command again with "

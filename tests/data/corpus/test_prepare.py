@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -666,6 +667,31 @@ def test_data_encoded_by_either_library_is_the_same(
         for name in ("slow", "fast")
     ]
     assert same[0] == same[1] and len(same[0]) > 9
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_second_process_in_one_folder_is_refused(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: bool
+) -> None:
+    options, out, publish = CorpusOptions(**SMALL), tmp_path / "out", shards.publish
+    refused = 0
+
+    def prepare_again(folder: Path, info: ShardInfo) -> None:
+        nonlocal refused
+        with pytest.raises(UsageError, match="another process"):
+            prepare([str(corpus)], out, replace(options, resume=resume))
+        refused += 1
+        publish(folder, info)  # the temporary files are still there
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "publish", prepare_again)
+        prepare([str(corpus)], out, options)
+        first = refused
+        assert first > 1
+        prepare([str(corpus)], out, replace(options, resume=False))  # replaces the complete data set
+    assert refused == 2 * first and verify(out).damaged == {}
+    assert prepare([str(corpus)], out, options).made == 0
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name.startswith(".out")) == []
 
 
 def test_a_resumed_preparation_says_why_it_changes_the_library(

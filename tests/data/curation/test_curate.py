@@ -197,6 +197,26 @@ def test_a_killed_curation_continues_with_the_same_bytes(
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
+def test_a_second_process_in_one_folder_is_refused(
+    corpus: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, write, refused = tmp_path / "out", worker.write, 0
+
+    def curate_again(*arguments: Any) -> Any:
+        nonlocal refused
+        for resume in (True, False):
+            with pytest.raises(UsageError, match="another process"):
+                curate(
+                    [corpus], out, settings_of(reading=CorpusOptions(workers=1, quiet=True, resume=resume))
+                )
+        refused += 1
+        return write(*arguments)
+
+    monkeypatch.setattr(worker, "write", curate_again)
+    curate([corpus], out, settings_of())
+    assert refused > 0
+
+
 def test_finished_work_is_verified_and_repaired(corpus: str, tmp_path: Path) -> None:
     out = tmp_path / "out"
     curate([corpus], out, settings_of(batch_bytes=20_000))
