@@ -289,7 +289,8 @@ class FinetuneRun:
             "epochs",
             "questions",
         )
-        if self.given or any(getattr(options, name, None) for name in other):
+        moved = options.runs != type(options).runs
+        if self.given or moved or any(getattr(options, name, None) for name in other):
             raise UsageError(
                 "--resume uses the run's own configuration; give no other options with it, but --gpus"
             )

@@ -214,8 +214,9 @@ def _create_pipeline(options: GoOptions, given: dict[str, Any], argv: Sequence[s
 
 def _resume_pipeline(options: GoOptions, given: dict[str, Any]) -> PipelineState:
     """Open the stopped pipeline, in the run in which it continues. Raises UsageError and RunError."""
-    others = ("hours", "steps", "tokens", "preset", "corpus", "gpu_budget", "target_loss", "name")
-    if given or options.own_corpus or any(getattr(options, name) is not None for name in others):
+    others = ("hours", "steps", "tokens", "preset", "corpus", "gpu_budget", "target_loss", "name", "own_corpus",
+              "runs", "probes")  # fmt: skip
+    if given or any(getattr(options, name) != getattr(GoOptions, name) for name in others):
         raise UsageError(
             "--resume uses the options of the stopped pipeline; give no other options with it, but --gpus"
         )

@@ -91,7 +91,8 @@ def run(argv: Sequence[str]) -> int:
     options, given = COMMAND.parse_config(argv)
     if options.resume is not None:
         other = ("preset", "name", "hours", "steps", "tokens", "track", "depth", "init", "revision")
-        if given or options.upcycle or any(getattr(options, name) is not None for name in other):
+        moved = options.runs != TrainOptions.runs
+        if given or options.upcycle or moved or any(getattr(options, name) is not None for name in other):
             raise UsageError(
                 "--resume uses the run's own configuration; give no other options with it, but --gpus"
             )

@@ -446,6 +446,7 @@ def test_published_checkpoints(family: str, adapted: bool, place: Path, tmp_path
         (["--resume", "runs/base"], "is finished"),
         (["--resume", "runs/none"], "is not a run"),
         (["--resume", "runs/base", "--epochs", "2"], "give no other options"),
+        (["--resume", "runs/base", "--runs", "mine"], "give no other options"),
         (["--resume", "runs/base", "--config", "other.toml"], "give no other options"),
     ],
 )

@@ -160,6 +160,9 @@ def state(run: Path) -> dict[str, Any]:
         ),
         (["--resume", "nowhere"], "nowhere: has no pipeline to resume (no go.json)"),
         (["--resume", "x", "--hours", "1"], "--resume uses the options"),
+        (["--resume", "x", "--own-corpus"], "--resume uses the options"),
+        (["--resume", "x", "--probes", "mine"], "--resume uses the options"),
+        (["--resume", "x", "--runs", "mine"], "--resume uses the options"),
         (
             ["--hours", "1", "--preset", "demo", "--model.num_key_value_heads", "3"],
             "model.num_key_value_heads: 4 heads",

@@ -88,6 +88,7 @@ def dry(argv: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
         (["--resume", "nothing-there"], "nothing-there: is not a run (no run.json)"),
         (["demo", "--resume", "x"], "--resume uses the run's own configuration"),
         (["--resume", "x", "--optim.lr", "1"], "--resume uses the run's own configuration"),
+        (["--resume", "x", "--runs", "mine"], "--resume uses the run's own configuration"),
         (["--init", "nothing-there", "--hours", "1"], "nothing-there"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
