@@ -43,6 +43,8 @@ class Request:
         logprobs: Whether events carry log-probabilities.
         grammar: What the answer must match; None for any answer. A complete one ends with the reason "eos".
         skip_special_tokens: Whether special tokens of the answer have no text.
+        continues_text: Whether the text of the answer follows that of the prompt, so that a space before its first
+            word belongs to it. The answer of a chat is a text of its own.
         top_logprobs: How many of the most probable tokens events carry too; needs `logprobs`.
         prompt_logprobs: Whether the first event carries log-probabilities of the prompt (`PromptScores`), and with how
             many of the most probable tokens; None if not.
@@ -62,6 +64,7 @@ class Request:
     logprobs: bool = False
     grammar: Grammar | None = None
     skip_special_tokens: bool = True
+    continues_text: bool = False
     min_tokens: int = 0
     top_logprobs: int = 0
     prompt_logprobs: int | None = None

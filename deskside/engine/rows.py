@@ -34,7 +34,8 @@ def new_rows(
         stream = None
         if tokenizer is not None:
             stops, skips = request.stop_strings, request.skip_special_tokens
-            stream = TextStream(tokenizer, stops, request.min_tokens, skips)
+            context = request.prompt if request.continues_text else ()
+            stream = TextStream(tokenizer, stops, request.min_tokens, skips, context)
         random_stream = stream_of(request.seed, request.first_sample + sample)
         settings = SamplingValues.of(request.sampling, random_stream)
         matcher = None if request.grammar is None else request.grammar.matcher()

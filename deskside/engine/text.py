@@ -12,6 +12,7 @@ from tokenizers import Tokenizer
 from deskside.utils.errors import UsageError
 
 REPLACEMENT = "\ufffd"  # decoders write it for incomplete or invalid UTF-8
+CONTEXT_TOKENS = 8  # of the text before an answer; more than a character has
 
 
 class TextStream:
@@ -19,7 +20,8 @@ class TextStream:
 
     stops: strings that end the text and are not part of it. Once one is found, `stopped` is true and further tokens
     yield no text. min_tokens: tokens in whose text no stop string is looked for. skip_special_tokens: whether special
-    tokens have no text. Raises UsageError for an empty stop string.
+    tokens have no text. context: tokens of the text that this one continues; SentencePiece's decoders drop the space
+    before the first word of a text. Raises UsageError for an empty stop string.
     """
 
     def __init__(
@@ -28,6 +30,7 @@ class TextStream:
         stops: Sequence[str] = (),
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
+        context: Sequence[int] = (),
     ):
         if "" in stops:
             raise UsageError("stop: an empty string would end every answer at once; leave it out")
@@ -37,7 +40,9 @@ class TextStream:
         self._skip_special_tokens = skip_special_tokens
         self._tokens_before_stops = min_tokens
         # Tokens of the last piece, decoded again with new ones: some decoders treat the first token differently.
-        self._last_tokens: list[int] = []
+        self._last_tokens = list(context[-CONTEXT_TOKENS:])
+        if self._last_tokens and self._decode(self._last_tokens).endswith(REPLACEMENT):
+            self._last_tokens = []  # the text begins in the middle of a character
         self._held_tokens: list[int] = []
         self._held_text = ""  # may be the beginning of a stop string
 

@@ -47,6 +47,7 @@ def generate_answers(
             max_new_tokens,
             eos_tokens=frozenset(eos_tokens),
             stop_strings=() if chat else task.stop,
+            continues_text=not chat,
         )
         for prompt in prompts
     ]

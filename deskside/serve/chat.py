@@ -110,6 +110,7 @@ class ChatSession:
             options.sampling,
             self._seed + self._answers,
             eos_tokens=self.loaded.eos_tokens,
+            continues_text=self.plain,
         )
         engine = self._engine_for(len(prompt) + options.max_new_tokens)
         number = engine.submit(request)

@@ -50,6 +50,7 @@ def engine_requests(
                 grammar=grammar,
                 adapter=service.adapter_number(body.model),
                 skip_special_tokens=skip_special_tokens,
+                continues_text=isinstance(body, CompletionRequest),
                 min_tokens=body.min_tokens,
                 top_logprobs=body.num_top_logprobs,
                 prompt_logprobs=body.num_top_logprobs if scored and body.wants_logprobs else None,

@@ -1,6 +1,7 @@
 """Log-probabilities in the form of OpenAI's responses.
 
-A token that is only a part of a character has U+FFFD in its text.
+A token that is only a part of a character has U+FFFD in its text. A token that begins a word has the space before it,
+except at the beginning of a text, where SentencePiece's decoders drop it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -17,12 +18,14 @@ class ScoredToken(NamedTuple):
     """A token with its log-probability and the most probable tokens in its place.
 
     logprob: None for the first token of a prompt. in_text: False for a start token that is not part of the text.
+    begins: True for the first token of a text.
     """
 
     token: int
     logprob: float | None
     top: TopTokens = ()
     in_text: bool = True
+    begins: bool = False
 
 
 def chat_logprobs(tokenizer: Tokenizer, tokens: Iterable[ScoredToken]) -> dict[str, Any]:
@@ -34,8 +37,8 @@ def chat_tokens(tokenizer: Tokenizer, tokens: Iterable[ScoredToken]) -> list[dic
     """Return the tokens of an answer with their alternatives."""
     text_of = _text_of_tokens(tokenizer)
 
-    def entry(token: int, logprob: float | None) -> dict[str, Any]:
-        text = text_of(token)
+    def entry(token: int, logprob: float | None, begins: bool) -> dict[str, Any]:
+        text = text_of(token, begins)
         return {
             "token": text,
             "logprob": logprob,
@@ -43,7 +46,10 @@ def chat_tokens(tokenizer: Tokenizer, tokens: Iterable[ScoredToken]) -> list[dic
         }
 
     return [
-        {**entry(scored.token, scored.logprob), "top_logprobs": [entry(*pair) for pair in scored.top]}
+        {
+            **entry(scored.token, scored.logprob, scored.begins),
+            "top_logprobs": [entry(*pair, scored.begins) for pair in scored.top],
+        }
         for scored in tokens
     ]
 
@@ -53,7 +59,7 @@ def text_logprobs(
 ) -> dict[str, Any]:
     """Return the `logprobs` of a text completion. offset: of the first token in the text, in characters."""
     text_of = _text_of_tokens(tokenizer)
-    texts = [text_of(scored.token) for scored in tokens]
+    texts = [text_of(scored.token, scored.begins) for scored in tokens]
     offsets = []
     for text, scored in zip(texts, tokens, strict=True):
         offsets.append(offset)
@@ -67,17 +73,32 @@ def text_logprobs(
     }
 
 
-def _text_of_tokens(tokenizer: Tokenizer) -> Callable[[int], str]:
-    """Return a function that returns the text of one token, also of a special one. It decodes each token once."""
-    return cache(lambda token: str(tokenizer.decode([token], skip_special_tokens=False)))
+def _text_of_tokens(tokenizer: Tokenizer) -> Callable[[int, bool], str]:
+    """Return a function of a token, which may be special, and of whether it begins a text, that returns its text.
+
+    It decodes each token once.
+    """
+    before = tokenizer.encode("a", add_special_tokens=False).ids
+    text_before = tokenizer.decode(before, skip_special_tokens=False)
+
+    @cache
+    def text_of(token: int, begins: bool) -> str:
+        after = str(tokenizer.decode([*before, token], skip_special_tokens=False))
+        if begins or not after.startswith(text_before):
+            return str(tokenizer.decode([token], skip_special_tokens=False))
+        return after.removeprefix(text_before)
+
+    return text_of
 
 
-def _top_by_text(text_of: Callable[[int], str], text: str, scored: ScoredToken) -> dict[str, float] | None:
+def _top_by_text(
+    text_of: Callable[[int, bool], str], text: str, scored: ScoredToken
+) -> dict[str, float] | None:
     """Return the log-probabilities by text, also of the token itself. Of tokens with one text, the best counts."""
     if scored.logprob is None:
         return None
     found: dict[str, float] = {}
     for token, logprob in scored.top:
-        found.setdefault(text_of(token), logprob)
+        found.setdefault(text_of(token, scored.begins), logprob)
     found.setdefault(text, scored.logprob)
     return found

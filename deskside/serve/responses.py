@@ -76,6 +76,7 @@ class ResponseWriter:
         self._options, self._tokenizer = options, tokenizer
         self._chat = options.chat
         self._parsers: dict[int, AnswerParser | None] = {}  # of a stream, by choice
+        self._begun: set[int] = set()  # choices of a stream that have a token with its log-probability
         self._common = {
             "id": f"{'chatcmpl' if options.chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -124,7 +125,10 @@ class ResponseWriter:
         content = {"delta": _delta(part)} if self._chat else {"text": event.text}
         logprobs = None
         if self._options.logprobs and event.token is not None and event.logprob is not None:
-            logprobs = self._logprobs([ScoredToken(event.token, event.logprob, event.top)], offset)
+            begins = self._chat and index not in self._begun
+            self._begun.add(index)
+            scored = ScoredToken(event.token, event.logprob, event.top, begins=begins)
+            logprobs = self._logprobs([scored], offset)
         elif self._options.logprobs and (end := self._end_token(event.end_token)):
             logprobs = self._logprobs(end, offset)
         if parser is not None and not content["delta"] and logprobs is None and event.reason is None:
@@ -150,7 +154,9 @@ class ResponseWriter:
         if self._options.logprobs:
             places = zip(answer.tokens, answer.logprobs, answer.tops, strict=True)
             prompt = [] if echo is None or scores is None else _scored_prompt(echo, scores)
-            answered = [ScoredToken(*place) for place in places]
+            answered = [
+                ScoredToken(*place, begins=self._chat and number == 0) for number, place in enumerate(places)
+            ]
             logprobs = self._logprobs([*prompt, *answered, *self._end_token(answer.end_token)], 0)
         parser = self._options.new_parser()
         part = AnswerPart(answer.text) if parser is None else parser.parse(answer.text)
@@ -228,7 +234,13 @@ def _finish_reason(reason: Reason, parser: AnswerParser | None) -> str:
 def _scored_prompt(echo: Echo, scores: PromptScores) -> list[ScoredToken]:
     first, *others = echo.tokens
     places = zip(others, scores.logprobs, scores.tops, strict=True)
-    return [ScoredToken(first, None, (), echo.starts_text), *(ScoredToken(*place) for place in places)]
+    return [
+        ScoredToken(first, None, (), echo.starts_text, begins=True),
+        *(
+            ScoredToken(*place, begins=number == 0 and not echo.starts_text)
+            for number, place in enumerate(places)
+        ),
+    ]
 
 
 def _mean_logprob(answer: SampleOutput) -> float:

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 from deskside.data.tokenizer import SPECIAL_TOKENS, train
 from deskside.engine.text import REPLACEMENT, TextStream
 from deskside.utils.errors import UsageError
+from tests.engine.sentencepiece import make_sentencepiece
 
 
 @cache
@@ -81,3 +82,33 @@ def test_what_may_begin_a_stop_string_is_held_back() -> None:
     assert stream.finish() == ""
     with pytest.raises(UsageError, match="empty"):
         TextStream(tokenizer(), ["x", ""])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("the cat", " sat"),
+        ("def the():\n", "    cat"),
+        ("é", "\U0001f600 sat"),
+        ("the", "cat"),
+        ("", "the cat"),
+    ],
+)
+@pytest.mark.parametrize("stops", [(), ("no such text",)])
+def test_a_text_that_continues_another_keeps_its_first_space(
+    before: str, after: str, stops: tuple[str, ...]
+) -> None:
+    pieces = make_sentencepiece()
+    tokens = pieces.encode(before + after, add_special_tokens=False).ids
+    context = pieces.encode(before, add_special_tokens=False).ids if before else [1]
+    if after == "cat":
+        tokens = [*context, pieces.token_to_id("cat")]
+    answer = tokens if not before else tokens[len(context) :]
+    stream = TextStream(pieces, stops, context=context)
+    assert "".join(stream.push(token) for token in answer) + stream.finish() == after
+
+
+def test_a_text_that_continues_half_a_character_begins_anew() -> None:
+    first, *rest = make_sentencepiece().encode("é", add_special_tokens=False).ids[1:]
+    stream = TextStream(make_sentencepiece(), context=[first])
+    assert stream.push(rest[0]) + stream.finish() == REPLACEMENT

@@ -11,11 +11,13 @@ from deskside.data.corpus.bad_input import BadInputLog
 from deskside.engine import device
 from deskside.engine.engine import PAGE_SIZE, Engine
 from deskside.engine.generate import generate
+from deskside.engine.rows import Rows
 from deskside.engine.sampling import GREEDY
 from deskside.evaluate import generated
 from deskside.evaluate.generated import generate_answers, judge_answers
 from deskside.evaluate.items import Item, read_items
 from deskside.evaluate.tasks import CodeTask, Generated, Match, Number, builtin_tasks, select
+from tests.engine.sentencepiece import make_sentencepiece
 from tests.evaluate.made_model import POSITIONS, Made, make
 
 PROMPT = 'import math\n\n\ndef area(r):\n    """Of a circle.\n    """\n'
@@ -119,3 +121,17 @@ def test_code_is_judged_in_the_sandbox(tmp_path: Path) -> None:
     ]
     verdicts = judge_answers(chosen.task, [asked] * 3, texts, True)
     assert [verdict.passed for verdict in verdicts] == [True, False, False]
+
+
+def test_the_answer_to_a_code_task_keeps_its_indentation(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SentencePiece's decoders drop the first space of a text, so the first line would not fit the others."""
+    pieces = make_sentencepiece()
+    prompt = (1, *pieces.encode("the\n", add_special_tokens=False).ids)
+    said = pieces.encode("the\n    cat", add_special_tokens=False).ids[len(prompt) - 1 :]
+    rows = iter(said)
+    original = Rows.append
+    monkeypatch.setattr(
+        Rows, "append", lambda self, row, output: original(self, row, output._replace(token=next(rows)))
+    )
+    task = of("humaneval").model_copy(update={"max_new_tokens": len(said), "stop": ("\ndef",)})
+    assert generate_answers(made.model, pieces, [prompt], task, eos_tokens=()) == ["    cat"]

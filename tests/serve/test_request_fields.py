@@ -11,6 +11,7 @@ import torch
 
 from deskside.engine.sampling import Sampling
 from deskside.weights.load import Loaded, load_model
+from tests.engine.sentencepiece import make_sentencepiece
 from tests.engine.test_generate import plain
 from tests.serve.chatty import TEMPLATE, make_chatty, rendered
 from tests.serve.in_process import with_client
@@ -237,3 +238,56 @@ def test_what_a_chat_cannot_have_is_refused_by_name(loaded: Loaded, body: dict[s
     with pytest.raises(openai.BadRequestError) as caught:
         with_client(loaded, ask)
     assert caught.value.param == param and param in caught.value.message
+
+
+def test_words_of_sentencepiece_keep_their_spaces(loaded: Loaded) -> None:
+    pieces = make_sentencepiece()
+    loaded = replace(loaded, tokenizer=pieces, eos_tokens=frozenset(), start_token=1)
+    sat = pieces.token_to_id("▁sat")
+    forced = {"logit_bias": {str(sat): 100}, "max_tokens": 2, "logprobs": 1}
+    prompt = [1, *pieces.encode("the cat", add_special_tokens=False).ids]
+    plain, as_text, echoed = complete(
+        loaded,
+        {**forced, "prompt": prompt},
+        {**forced, "prompt": "the cat"},
+        {**forced, "prompt": "the cat", "echo": True},
+    )
+    for answer in (plain, as_text):
+        (choice,) = answer.choices
+        assert choice.text == " sat sat" and choice.logprobs.tokens == [" sat", " sat"]
+        assert choice.logprobs.text_offset == [0, 4]
+        assert all(" sat" in top for top in choice.logprobs.top_logprobs)
+    (choice,) = echoed.choices
+    assert choice.text == "the cat sat sat"
+    assert choice.logprobs.tokens == ["<s>", "the", " cat", " sat", " sat"]
+    assert choice.logprobs.text_offset == [0, 0, 3, 7, 11]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_tokens_of_a_chat_add_up_to_its_text(loaded: Loaded, stream: bool) -> None:
+    pieces = make_sentencepiece()
+    loaded = replace(loaded, tokenizer=pieces, eos_tokens=frozenset(), start_token=1)
+    sat = str(pieces.token_to_id("▁sat"))
+    body: Any = {
+        "max_tokens": 3,
+        "logit_bias": {sat: 100},
+        "logprobs": True,
+        "top_logprobs": 1,
+        "temperature": 0,
+    }
+
+    async def ask(client: openai.AsyncOpenAI) -> tuple[str, list[Any]]:
+        if not stream:
+            choice = (await client.chat.completions.create(model="tiny", messages=HELLO, **body)).choices[0]
+            return choice.message.content, choice.logprobs.content
+        text, scored = "", []
+        async for chunk in await client.chat.completions.create(
+            model="tiny", messages=HELLO, stream=True, **body
+        ):
+            text += chunk.choices[0].delta.content or ""
+            scored += chunk.choices[0].logprobs.content if chunk.choices[0].logprobs else []
+        return text, scored
+
+    text, scored = with_client(loaded, ask)
+    assert text == "sat sat sat" == "".join(token.token for token in scored)
+    assert [bytes(token.bytes).decode() for token in scored] == ["sat", " sat", " sat"]
