@@ -178,7 +178,8 @@ def load_hf(
 
     dtype: dtype of weights with two or more dimensions; the others are float32. Raises UsageError for an unsupported
     architecture, option or tensor, and RunError if config.json or the weights are damaged. Of a model with images, only
-    the text model is loaded, and a message says so.
+    the text model is loaded, and a message says so. A head that differs from the embedding, although config.json ties
+    them, is loaded as it is, as in transformers 5; a message says so, too.
     """
     source = read_json_object(folder / "config.json")
     try:
@@ -188,12 +189,18 @@ def load_hf(
         raise UsageError(f"{folder}: {error}") from None
     except RunError as error:
         raise RunError(f"{folder}: {error}") from None
-    model = allocate(config, device, dtype)
     with ExitStack() as stack, torch.no_grad():
         stored = _StoredTensors(folder, family, stack)
         if text_source is not source:
             left_out = stored.keep_part("language_model.")
             say(f"{folder}: only its text model is loaded; {left_out} tensors of other parts are left out")
+        if config.tie_word_embeddings and stored.has_own_head():
+            say(
+                f"{folder}: its output head differs from its embedding, so they are not tied, whatever its config.json "
+                "says (tie_word_embeddings)"
+            )
+            config = ModelConfig.model_validate({**config.model_dump(), "tie_word_embeddings": False})
+        model = allocate(config, device, dtype)
         for name, parts in by_hf_name(model, family).items():
             read_parts(parts, stored.read(name), config, family, f"{folder}: {name}")
         extra = stored.unread(tied=config.tie_word_embeddings)
@@ -271,6 +278,11 @@ class _StoredTensors:
     def _get(self, name: str) -> Tensor:
         tensor: Tensor = self.file_of[name].get_tensor(self.stored_prefix + name)
         return tensor
+
+    def has_own_head(self) -> bool:
+        """Return True if there is an output head with other values than the embedding."""
+        head, embed = (hf_name(f"{name}.weight", self.family) for name in ("lm_head", "embed"))
+        return head in self.file_of and not torch.equal(self.read(head), self.read(embed))
 
     def unread(self, tied: bool) -> list[str]:
         """Return the names of unknown tensors that were not read, except empty ones.

@@ -164,3 +164,22 @@ def test_the_text_model_of_gemma_3_with_images(tmp_path: Path, capsys: pytest.Ca
     text_model = AutoModelForCausalLM.from_pretrained(tmp_path / "text")
     assert type(text_model).__name__ == "Gemma3ForCausalLM"
     torch.testing.assert_close(text_model(tokens).logits, ours(tokens), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gemma 2", "gpt-neox"])
+@pytest.mark.parametrize("same", [False, True])
+def test_a_head_of_its_own_is_used_though_the_config_ties_it(name: str, same: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "hf"
+    published(name, folder)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    (embed,) = (key for key in tensors if "embed" in key and key != "embed_out.weight")
+    head = "embed_out.weight" if name == "gpt-neox" else "lm_head.weight"
+    tensors[head] = tensors[embed] + (0 if same else 0.5 * torch.randn(tensors[embed].shape))
+    save_file(tensors, file, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps({**FILES[name], "tie_word_embeddings": True}))
+    theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    tokens = torch.randint(0, 61, (2, 17), generator=torch.Generator().manual_seed(1))
+    config, ours = load_hf(folder)
+    assert config.tie_word_embeddings == same
+    torch.testing.assert_close(ours(tokens), theirs(tokens).logits, atol=1e-4, rtol=1e-4)
