@@ -259,6 +259,7 @@ _FAMILIES = (
         fields.NO_DROPOUT,
         windows=Windows(fields.all_but_every(2), 128),
         rope_theta=1.5e5,
+        rope_scaling=fields.GPT_OSS_ROPE,
         stacked_experts=True,
         quantization="mxfp4",
     ),

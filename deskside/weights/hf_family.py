@@ -84,6 +84,7 @@ class Family:
         conditions: (text, holds): further requirements of an export on a ModelConfig.
         windows: None if it has no sliding windows.
         rope_theta: The base if config.json has none.
+        rope_scaling: The other `rope_parameters` if config.json has none.
         rope_names: Its names of rope_theta and partial_rotary_factor before transformers 5.
         local_rope: Window layers have their own base: the field with it before transformers 5, and its default.
         partial_rotary: The share of rotated channels if config.json has none; None if all are always rotated.
@@ -108,6 +109,7 @@ class Family:
     conditions: tuple[tuple[str, Callable[[ModelConfig], bool]], ...] = ()
     windows: Windows | None = None
     rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] = field(default_factory=dict)
     rope_names: Mapping[str, str] = field(default_factory=dict)
     local_rope: tuple[str, float] | None = None
     partial_rotary: float | None = None

@@ -99,6 +99,12 @@ GPT_OSS = {
     # router_aux_loss_coef (0.9) is not read: transformers adds this loss only with output_router_logits.
     "moe_intermediate_size": Field("intermediate_size"),
 }
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "truncate": False,
+}
 
 
 def _rope_pattern(layers: Any, source: Mapping[str, Any]) -> str | None:

@@ -11,7 +11,7 @@ from deskside.weights.hf_family import Family
 
 def from_hf_rope(source: Mapping[str, Any], family: Family) -> dict[str, Any]:
     """Return the rotary options of ModelConfig, as transformers reads them."""
-    parameters = source.get("rope_parameters") or source.get("rope_scaling") or {}
+    parameters = source.get("rope_parameters") or source.get("rope_scaling") or family.rope_scaling
     if family.local_rope is None:
         return _from_parameters(parameters, source, family)
     # transformers 5 has parameters for each kind of layer.

@@ -87,6 +87,10 @@ FILES: dict[str, dict[str, Any]] = {
     },
 }
 
+FILES["gpt-oss without scaling"] = {
+    name: value for name, value in FILES["gpt-oss"].items() if not name.startswith("rope")
+}
+
 
 def published(name: str, folder: Path) -> torch.nn.Module:
     """Write the directory with random weights, norms and biases too, and return transformers' model."""
