@@ -2,7 +2,7 @@
 
     reward(prompt, completion, answer) -> float
 
-    number   1 if the final number of the completion equals that of the answer exactly: 0.5 = 1/2 = 2/4
+    number   1 if the final number of the completion equals that of the answer exactly: 0.5 = 1/2 = \\frac{2}{4}
     exact    1 if the completion equals the answer, apart from surrounding white space
     format   1 if the completion marks its final answer: "#### 7", "\\boxed{7}" or "The answer is 7"
     code     1 if the completion's code passes the tests in `answer`, run in the sandbox
@@ -33,6 +33,11 @@ from deskside.utils.errors import RunError, UsageError
 Reward = Callable[..., float]
 
 _NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+)?")
+# A numerator or denominator of one digit needs no braces. A whole number before the fraction makes a mixed number.
+_LATEX_FRACTION = re.compile(
+    r"(?:(?P<whole>\d{1,50}) ?)?\\[dt]?frac\s*(?:\{\s*(?P<top>\d{1,50})\s*\}|(?P<top_digit>\d))"
+    r"\s*(?:\{\s*(?P<bottom>\d{1,50})\s*\}|(?P<bottom_digit>\d))"
+)
 _MARKS = (
     re.compile(r"\\boxed\s*\{([^{}]*)\}"),
     re.compile(r"####\s*([^\n]+)"),
@@ -44,6 +49,7 @@ _MAX_NUMBER_CHARACTERS = 200  # longer numbers are not answers, and take long to
 def final_number(text: str) -> Fraction | None:
     """Return the number in the marked final answer, or the last number if none is marked, or None without a number."""
     text = text.replace("\u2212", "-")  # the Unicode minus sign
+    text = _LATEX_FRACTION.sub(_plain_fraction, text)
     for mark in _MARKS:
         marked = mark.findall(text)
         if marked:
@@ -51,6 +57,14 @@ def final_number(text: str) -> Fraction | None:
             return _fraction(numbers[0]) if numbers else None
     numbers = _NUMBER.findall(text)
     return _fraction(numbers[-1]) if numbers else None
+
+
+def _plain_fraction(match: re.Match[str]) -> str:
+    """Return a fraction in LaTeX as 1/2."""
+    top, bottom = match["top"] or match["top_digit"], match["bottom"] or match["bottom_digit"]
+    if match["whole"]:
+        top = str(int(match["whole"]) * int(bottom) + int(top))
+    return f"{top}/{bottom}"
 
 
 def _fraction(text: str) -> Fraction | None:

@@ -18,6 +18,7 @@ def number_in(text: str) -> Decimal | None:
 
     Thousands separators and dollar signs are ignored. None if there is no number.
     """
+    text = text.replace("\u2212", "-")  # the Unicode minus sign
     marks = list(_ANSWER_MARK.finditer(text))
     if marks:
         match = _NUMBER.search(text, marks[-1].end())

@@ -26,6 +26,8 @@ from deskside.evaluate.scoring import code_blocks, number_in, same_words
         ("he has 12 apples", "12"),
         ("costs $1,000.", "1000"),
         ("a share of .5", ".5"),
+        ("the answer is \u22125", "-5"),
+        ("16\u22123", "3"),
         ("#### none, or 6", "6"),
         ("12 ####", "12"),
         ("no number", None),
