@@ -1,7 +1,7 @@
 """Log-probabilities of the data's texts under the reference model, which are the weights that a run starts from.
 
 They never change, so they are computed once before the first step, and no second model is in memory. They are cached
-with the data under a checksum of the weights, so that another run, for example with a different learning rate, reuses
+with the data under a checksum of the model, so that another run, for example with a different learning rate, reuses
 them. Runs with adapters work the same way: before its first step, an adapted model equals its base model.
 """
 
@@ -172,12 +172,14 @@ class Reference:
         return self.datasets["train"].directory / "reference" / f"{key}.safetensors"
 
     def _cache_key(self, session: Session) -> str:
-        """Return a hash of weights, data, sequence length and activation dtype.
+        """Return a hash of weights, architecture, scale of the adapters, data, sequence length and activation dtype.
 
         The run records it, because a resumed run no longer has the initial weights.
         """
         digest = xxhash.xxh3_128(self.datasets["train"].fingerprint.encode())
         digest.update(f"{session.model.activation_dtype} {self.datasets['train'].sequence_length}".encode())
+        adapter = session.config.adapter
+        digest.update(f"{session.model.config.model_dump_json()} {adapter and adapter.scale}".encode())
         for name, tensor in sorted(session.model.state_dict().items()):
             digest.update(name.encode())
             digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())

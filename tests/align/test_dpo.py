@@ -1,6 +1,7 @@
 """Tests of DPO: pairs packed into rows against transformers on each text alone, whole runs, and interrupted runs."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,21 @@ def test_the_reference_is_computed_once_for_the_same_weights(base: Path, tmp_pat
     assert "of an earlier run" in (tmp_path / "second" / "events.log").read_text()
     assert "of an earlier run" not in (first / "events.log").read_text()
     assert len(list((tmp_path / "first-data" / "reference").iterdir())) == 1
+
+
+def test_the_reference_of_the_same_weights_in_another_architecture_is_another_one(
+    base: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(base, other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    train(tmp_path, base, "first", "--schedule.steps", "1")
+    second = train(
+        tmp_path, other, "second", "--schedule.steps", "1", "--data.path", str(tmp_path / "first-data")
+    )
+    assert len(list((tmp_path / "first-data" / "reference").iterdir())) == 2
+    assert json.loads((second / "summary.json").read_text())["before"]["val_kl"] == 0
 
 
 def test_a_missing_reference_is_no_new_reference(
