@@ -104,6 +104,7 @@ class Grpo(AlignObjective):
             config.model.max_position_embeddings,
         )
         self.folder = path
+        self.reward.check_answers([question.answer for question in self.datasets[split].questions], split)
         return self.datasets[split]
 
     def begin(self, session: Session) -> None:

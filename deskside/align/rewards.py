@@ -117,6 +117,9 @@ class RewardSource(Protocol):
     def check(self) -> None:
         """Raise UsageError if the rewards cannot be computed now."""
 
+    def check_answers(self, answers: Sequence[str], split: str) -> None:
+        """Raise UsageError if the reference answers of a split include some that the rewards cannot use."""
+
     def compute_all(self, cases: Sequence[RewardCase]) -> list[float]: ...
 
 
@@ -130,6 +133,16 @@ class ParsedReward:
 
     def check(self) -> None:
         """Do nothing: `parse` has checked the functions."""
+
+    def check_answers(self, answers: Sequence[str], split: str) -> None:
+        """Raise UsageError for answers without a number if the reward needs one."""
+        if not any(part is number for _, part in self.parts):
+            return
+        if unusable := [answer for answer in answers if final_number(answer) is None]:
+            raise UsageError(
+                f"reward number: {len(unusable):,} of {len(answers):,} answers of the {split} split have no number, "
+                f"such as {unusable[0][:60]!r}; take them out, or use the reward exact, or your own my.py:function"
+            )
 
     def __call__(
         self, prompt: str, completion: str, answer: str, columns: Mapping[str, Any] = NO_COLUMNS

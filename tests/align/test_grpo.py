@@ -556,3 +556,15 @@ def test_wrong_usage_is_one_line(
 def test_what_a_resume_would_ignore_is_refused() -> None:
     with pytest.raises(UsageError, match="give no other options"):
         grpo_command.run(["--resume", "runs/x", "--questions", "8"])
+
+
+def test_an_answer_that_the_reward_cannot_use_is_found_before_training(base: Path, tmp_path: Path) -> None:
+    """It ended the run when the question came up, and again after each --resume."""
+    rows = tiny.questions()
+    rows[200]["answer"] = "none"
+    tiny.jsonl(tmp_path / "questions.jsonl", rows)
+    short = ("--batch.tokens", "512", "--align.group", "4", "--schedule.steps", "1")
+    with pytest.raises(UsageError, match=r"1 of 4\d\d .*train"):
+        train(tmp_path, base, "number", *short, "--align.reward", "0.5*number+0.5*format")
+    assert not (tmp_path / "number" / "metrics.jsonl").exists()
+    train(tmp_path, base, "exact", *short, "--align.reward", "exact")
