@@ -198,7 +198,8 @@ def _messages(items: list[InputItem]) -> Iterator[dict[str, Any]]:
             turn |= {"role": "assistant", "tool_calls": calls}
         elif isinstance(item, ReasoningItem):
             if item.content:
-                turn |= {"role": "assistant", "reasoning_content": _text(item.content)}
+                thoughts = [*filter(None, [turn.get("reasoning_content")]), _text(item.content)]
+                turn |= {"role": "assistant", "reasoning_content": "\n".join(thoughts)}
         elif item.role == "assistant":
             turn |= {"role": "assistant", "content": _text(item.content)}
         else:

@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from deskside.serve.responses_request import ResponsesRequest
 from deskside.weights.load import Loaded, load_model
 from tests.engine.test_generate import plain
 from tests.serve.chatty import TEMPLATE, make_chatty, rendered
@@ -241,3 +242,19 @@ def test_json_schema_and_reasoning_effort(loaded: Loaded, tmp_path: Path) -> Non
         {"input": "hello", "reasoning": {"effort": "xhigh"}},
     )
     assert low.usage.input_tokens < high.usage.input_tokens and low.reasoning.effort == "low"
+
+
+def test_all_reasoning_of_a_turn_is_kept() -> None:
+    def thought(text: str) -> dict[str, Any]:
+        return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
+
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    items = [thought("a"), {"role": "assistant", "content": "so"}, thought("b"), thought("c"), call]
+    chat = ResponsesRequest.model_validate({"input": [*items, {"role": "user", "content": "go"}]}).chat()
+    turn, question = chat.messages
+    assert (turn.reasoning_content, turn.content, turn.tool_calls and turn.tool_calls[0].id) == (
+        "a\nb\nc",
+        "so",
+        "1",
+    )
+    assert question.role == "user"
