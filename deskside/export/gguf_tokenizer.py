@@ -87,7 +87,7 @@ def gguf_tokenizer(folder: Path, vocab_size: int, start: int) -> GgufTokenizer:
         )
     end_of_text_id = end_of_text(coder, folder)[1]
     template = read_chat_template(folder)
-    ends = tuple(dict.fromkeys([*read_eos_ids(folder), end_of_text_id]))
+    ends = tuple(dict.fromkeys([*read_eos_ids(folder, vocab_size), end_of_text_id]))
     template_end = None
     if template is not None and "eos_token" in template:
         template_end = special_token_id(coder, folder, "eos_token")

@@ -276,7 +276,7 @@ def _with_tokenizer(
             f"{config.vocab_size}; put the model's own tokenizer there"
         )
     end = end_of_text(tokenizer, tokenizer_dir)[1]
-    eos = {end, *read_eos_ids(tokenizer_dir)}
+    eos = {end, *read_eos_ids(tokenizer_dir, config.vocab_size)}
     if (end_of_turn := tokenizer.token_to_id(CHAT_TOKENS[1])) is not None:
         eos.add(end_of_turn)
     begin = special_token_id(tokenizer, tokenizer_dir, "bos_token")
@@ -352,11 +352,14 @@ def _cast(model: Transformer, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def read_eos_ids(folder: Path) -> list[int]:
-    """Return the end-of-text tokens in generation_config.json, which may be missing."""
+def read_eos_ids(folder: Path, vocab_size: int) -> list[int]:
+    """Return the end-of-text tokens in generation_config.json, which may be missing.
+
+    Those outside of the vocabulary, such as -1 for none, are left out.
+    """
     path = folder / "generation_config.json"
     ids = read_json_object(path).get("eos_token_id") if path.is_file() else None
-    return [i for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)]
+    return [i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int and 0 <= i < vocab_size]
 
 
 def special_token_id(tokenizer: Tokenizer, folder: Path, key: str) -> int | None:

@@ -191,6 +191,17 @@ def test_hugging_face_directory_and_run_without_checkpoints(run: Path, tmp_path:
         assert torch.equal(loaded.model(TOKENS_BT), made(5)(TOKENS_BT))
 
 
+@pytest.mark.parametrize(
+    ("ids", "added"), [(-1, set()), (10**6, set()), ([7, -1, 10**6], {7}), (True, set()), (None, set())]
+)
+def test_end_tokens_are_tokens_of_the_model(ids: Any, added: set[int], run: Path, tmp_path: Path) -> None:
+    save_hf(made(5), SHAPE, run, tmp_path / "hf")
+    (tmp_path / "hf" / "generation_config.json").unlink()
+    without = load_model(tmp_path / "hf").eos_tokens
+    (tmp_path / "hf" / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+    assert load_model(tmp_path / "hf").eos_tokens == without | added
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_bfloat16_gives_the_numbers_of_bf16_training(run: Path, tied: bool) -> None:
     config = SHAPE.model_copy(update={"tie_word_embeddings": tied})
