@@ -6,10 +6,13 @@ BLEU: Papineni et al. 2002 (aclanthology.org/P02-1040), as Post 2018 (arXiv 1804
 
 from collections.abc import Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deskside.utils.errors import UsageError
 from deskside.utils.parsing import json_value
+
+if TYPE_CHECKING:
+    from sacrebleu.metrics import CHRF
 
 RESAMPLES = 1000  # of the sentences, for the interval (Koehn 2004, aclanthology.org/W04-3250)
 
@@ -35,18 +38,36 @@ def corpus_scores(
 
     # Of the first references, of the second ones (None if missing), ...
     streams = list(zip_longest(*references))
-    bleu, chrf, words = BLEU(tokenize=tokenize, force=True), CHRF(), CHRF(word_order=2)
+    bleu, chrf, words = BLEU(tokenize=tokenize, force=True), _chrf_of_floats(), CHRF(word_order=2)
     resampled = chrf.corpus_score(texts, streams, n_bootstrap=RESAMPLES)
     score = json_value(resampled.format(width=4, is_json=True, signature=str(chrf.get_signature())))
-    middle, half = float(score["confidence_mean"]), float(score["confidence_var"])
+    # sacrebleu writes no interval around a mean of 0.
+    middle, half = float(score.get("confidence_mean", 0)), float(score.get("confidence_var", 0))
     return {
         "chrf": float(score["score"]),
-        "low": middle - half,
-        "high": middle + half,
+        "low": max(0.0, middle - half),
+        "high": min(100.0, middle + half),
         "chrf++": words.corpus_score(texts, streams).score,
         "bleu": bleu.corpus_score(texts, streams).score,
         "signatures": [str(metric.get_signature()) for metric in (chrf, words, bleu)],
     }
+
+
+def _chrf_of_floats() -> "CHRF":
+    """Return the metric chrF2, whose scores are all Python's floats.
+
+    sacrebleu's own are numpy's unless they are 0, and its interval takes no mean of both kinds.
+    """
+    from sacrebleu.metrics import CHRF
+    from sacrebleu.metrics.chrf import CHRFScore
+
+    class FloatChrf(CHRF):
+        def _compute_score_from_stats(self, stats: list[int]) -> CHRFScore:
+            found = super()._compute_score_from_stats(stats)
+            found.score = float(found.score)
+            return found
+
+    return FloatChrf()
 
 
 def sentence_chrf(text: str, references: tuple[str, ...]) -> float:
