@@ -1,12 +1,14 @@
 """Every explanation is arithmetic whose result is the number that the plan shows."""
 
 import re
+from functools import cache
 from typing import Any
 
 import pytest
 
 from deskside.plan.explain import descriptions, explain
 from deskside.plan.planner import make_plan
+from deskside.plan.request import PlanRequest
 from deskside.plan.result import Plan
 from deskside.utils.errors import UsageError
 from tests.plan import made
@@ -19,73 +21,63 @@ MOE = {
 WINDOW = {"model": {"sliding_window": 512, "window_pattern": "SSSL"}, "batch": {"tokens": 2**18}}
 
 
-def plans() -> dict[str, Plan]:
-    """Return plans that together take every branch of the memory and speed models."""
+def requests() -> dict[str, PlanRequest]:
+    """Return requests whose plans together take every branch of the memory and speed models."""
     sharded = {
         "parallel": {"mode": "shard"},
         "compute": {"activation_checkpointing": "block", "loss_chunk_tokens": 2048},
     }
-    found: dict[str, Plan] = {
-        "open": make_plan(made.request(value=24.0, price_kwh=0.3)),
-        "open, four GPUs": make_plan(made.request(value=24.0, gpus=4)),
-        "repeated": make_plan(made.request(value=24.0, unique_tokens=10**8)),
-        "flops": make_plan(made.request("flops", 1e19)),
-        "tokens": make_plan(made.request("tokens", 1e9)),
-        "loss": make_plan(made.request("loss", 0.95)),
-        "one pass": make_plan(
-            made.request(
-                "tokens",
-                1e9,
-                memory_gib=80.0,
-                given=made.given("d12", batch={"tokens": 16384}),
-            )
+    found: dict[str, PlanRequest] = {
+        "open": made.request(value=24.0, price_kwh=0.3),
+        "open, four GPUs": made.request(value=24.0, gpus=4),
+        "repeated": made.request(value=24.0, unique_tokens=10**8),
+        "flops": made.request("flops", 1e19),
+        "tokens": made.request("tokens", 1e9),
+        "loss": made.request("loss", 0.95),
+        "one pass": made.request(
+            "tokens",
+            1e9,
+            memory_gib=80.0,
+            given=made.given("d12", batch={"tokens": 16384}),
         ),
-        "sharded": make_plan(made.request("tokens", 1e9, gpus=4, given=made.given("d38"))),
-        "sharded, recomputed": make_plan(
-            made.request(
-                "tokens",
-                1e9,
-                memory_gib=16.0,
-                gpus=4,
-                given=made.given("d26", **sharded),
-                overrides=sharded,
-            )
+        "sharded": made.request("tokens", 1e9, gpus=4, given=made.given("d38")),
+        "sharded, recomputed": made.request(
+            "tokens",
+            1e9,
+            memory_gib=16.0,
+            gpus=4,
+            given=made.given("d26", **sharded),
+            overrides=sharded,
         ),
-        "tied": make_plan(made.request("tokens", 1e9, given=made.given("gpt2"))),
-        "whole": make_plan(made.request(None, given=made.given("124m"))),
-        "does not fit": make_plan(made.request("tokens", 1e9, memory_gib=8.0, given=made.given("d30"))),
-        "cpu precision": make_plan(made.request("tokens", 1e9, given=made.given("d12"), precision="fp32")),
-        "fp8": make_plan(made.request("tokens", 1e9, given=made.given("d12"), precision="fp8")),
-        "fp8 head": make_plan(
-            made.request(
-                "tokens",
-                1e9,
-                given=made.given("d12", precision={"name": "fp8", "head": "fp8", "keep_last": 0.25}),
-                precision="fp8",
-            )
+        "tied": made.request("tokens", 1e9, given=made.given("gpt2")),
+        "whole": made.request(None, given=made.given("124m")),
+        "does not fit": made.request("tokens", 1e9, memory_gib=8.0, given=made.given("d30")),
+        "cpu precision": made.request("tokens", 1e9, given=made.given("d12"), precision="fp32"),
+        "fp8": made.request("tokens", 1e9, given=made.given("d12"), precision="fp8"),
+        "fp8 head": made.request(
+            "tokens",
+            1e9,
+            given=made.given("d12", precision={"name": "fp8", "head": "fp8", "keep_last": 0.25}),
+            precision="fp8",
         ),
-        "fp8, projections kept": make_plan(
-            made.request(
-                "tokens",
-                1e9,
-                given=made.given("d12", precision={"name": "fp8", "keep": ["o_proj"], "keep_last": 0.25}),
-                precision="fp8",
-            )
+        "fp8, projections kept": made.request(
+            "tokens",
+            1e9,
+            given=made.given("d12", precision={"name": "fp8", "keep": ["o_proj"], "keep_last": 0.25}),
+            precision="fp8",
         ),
-        "fp8, recomputed": make_plan(
-            made.request("tokens", 1e9, memory_gib=10.0, given=made.given("d16"), precision="fp8-rowwise")
+        "fp8, recomputed": made.request(
+            "tokens", 1e9, memory_gib=10.0, given=made.given("d16"), precision="fp8-rowwise"
         ),
-        "nvfp4": make_plan(made.request("tokens", 1e9, given=made.given("d12"), precision="nvfp4-eden")),
-        "nvfp4, recomputed": make_plan(
-            made.request("tokens", 1e9, memory_gib=10.0, given=made.given("d16"), precision="fp8-nvfp4")
+        "nvfp4": made.request("tokens", 1e9, given=made.given("d12"), precision="nvfp4-eden"),
+        "nvfp4, recomputed": made.request(
+            "tokens", 1e9, memory_gib=10.0, given=made.given("d16"), precision="fp8-nvfp4"
         ),
-        "eager": make_plan(made.request("tokens", 1e9, given=made.given("d12", compute={"compile": "off"}))),
-        "small batch": make_plan(
-            made.request("tokens", 1e9, given=made.given("d24", batch={"tokens": 2048}))
-        ),
+        "eager": made.request("tokens", 1e9, given=made.given("d12", compute={"compile": "off"})),
+        "small batch": made.request("tokens", 1e9, given=made.given("d24", batch={"tokens": 2048})),
     }
     for name, layer in (("moe", MOE), ("window", WINDOW)):
-        found[name] = make_plan(made.request("tokens", 1e9, given=made.given("124m", **layer)))
+        found[name] = made.request("tokens", 1e9, given=made.given("124m", **layer))
     for rung in ("attention", "mlp", "block"):
         for optimizer in ("muon", "adamw"):
             layer = {
@@ -93,14 +85,12 @@ def plans() -> dict[str, Plan]:
                 "optim": {"name": optimizer},
                 "batch": {"tokens": 2**17},
             }
-            found[f"{rung} {optimizer}"] = make_plan(
-                made.request("tokens", 1e9, given=made.given("d16", **layer))
-            )
+            found[f"{rung} {optimizer}"] = made.request("tokens", 1e9, given=made.given("d16", **layer))
     for states, offload in (("bfloat16", False), ("8bit", False), ("8bit", True), ("float32", True)):
         for optimizer in ("muon", "adamw"):
             layer = {"optim": {"name": optimizer, "states": states, "offload": offload}}
-            found[f"{states} {offload} {optimizer}"] = make_plan(
-                made.request("tokens", 1e9, given=made.given("d12", **layer), overrides=layer)
+            found[f"{states} {offload} {optimizer}"] = made.request(
+                "tokens", 1e9, given=made.given("d12", **layer), overrides=layer
             )
     low_memory: tuple[tuple[str, dict[str, Any]], ...] = (
         ("bf16", {"optim": {"name": "muon", "weights": "bfloat16"}}),
@@ -125,10 +115,8 @@ def plans() -> dict[str, Plan]:
         ("fp8", {"model": MOE["model"], "precision": {"name": "fp8"}}),
     )
     for number, (precision, layer) in enumerate(low_memory):
-        found[f"low memory {number}"] = make_plan(
-            made.request(
-                "tokens", 1e9, given=made.given("d12", **layer), overrides=layer, precision=precision
-            )
+        found[f"low memory {number}"] = made.request(
+            "tokens", 1e9, given=made.given("d12", **layer), overrides=layer, precision=precision
         )
     for base, rung in (("bf16", "none"), ("int8", "mlp"), ("nf4", "block")):
         layer = {
@@ -136,8 +124,8 @@ def plans() -> dict[str, Plan]:
             "adapter": {"rank": 16, "base": base},
             "compute": {"activation_checkpointing": rung},
         }
-        found[f"adapters {base}"] = make_plan(
-            made.request("tokens", 1e8, gpus=2, given=made.given("d16", **layer), overrides=layer)
+        found[f"adapters {base}"] = made.request(
+            "tokens", 1e8, gpus=2, given=made.given("d16", **layer), overrides=layer
         )
     # With few tokens, the peak is after the backward.
     for mode in ("auto", "shard"):
@@ -149,19 +137,27 @@ def plans() -> dict[str, Plan]:
                 "compute": {"loss_chunk_tokens": 128, "activation_checkpointing": "block"},
             }
             model = made.given("d16", **layer)
-            found[f"{mode}, {passes}"] = make_plan(
-                made.request("tokens", 1e6, gpus=4, given=model, overrides=layer)
-            )
+            found[f"{mode}, {passes}"] = made.request("tokens", 1e6, gpus=4, given=model, overrides=layer)
     # Passes so small that the device waits for the host.
     layer = {
         "compute": {"activation_checkpointing": "attention", "compile": "block"},
         "batch": {"sequence_length": 512, "tokens": 2**16, "micro_tokens": 2048},
     }
-    found["host"] = make_plan(made.request("tokens", 1e9, given=made.given("d12", **layer)))
+    found["host"] = made.request("tokens", 1e9, given=made.given("d12", **layer))
     return found
 
 
-PLANS = plans()
+REQUESTS = requests()
+
+
+@cache
+def planned(name: str) -> Plan:
+    """Return the plan. It is not made when tests are collected, which all of pytest-xdist's processes do."""
+    return make_plan(REQUESTS[name])
+
+
+def plans() -> list[Plan]:
+    return [planned(name) for name in REQUESTS]
 
 
 def computed(filled: str) -> float:
@@ -171,9 +167,9 @@ def computed(filled: str) -> float:
     return float(eval(text, {"__builtins__": {}}))
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", REQUESTS)
 def test_every_line_comes_to_its_value(name: str) -> None:
-    plan = PLANS[name]
+    plan = planned(name)
     for item in descriptions(plan):
         for line in explain(plan, item).lines:
             assert computed(line.filled) == pytest.approx(line.value, rel=2e-4, abs=1e-9), (item, line.what)
@@ -183,9 +179,9 @@ def test_every_line_comes_to_its_value(name: str) -> None:
                 )
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", REQUESTS)
 def test_the_last_line_is_what_the_plan_shows(name: str) -> None:
-    plan = PLANS[name]
+    plan = planned(name)
     shown = plan.shown
     assert shown is not None
     wanted: dict[str, Any] = {f"memory.{key}": value for key, value in shown.memory.items.items()}
@@ -206,21 +202,21 @@ def test_the_last_line_is_what_the_plan_shows(name: str) -> None:
 
 def test_all_instants_and_parts_were_explained() -> None:
     """The plans above only test the explanations if they cover every phase of the memory model."""
-    instants = {plan.shown.memory.instant for plan in PLANS.values() if plan.shown is not None}
+    instants = {plan.shown.memory.instant for plan in plans() if plan.shown is not None}
     assert instants >= {"loss", "gradients", "update"} or instants >= {"loss", "backward"}
     both = {
         (plan.shown.setting.sharded, plan.shown.memory.instant)
-        for plan in PLANS.values()
+        for plan in plans()
         if plan.shown is not None and plan.shown.setting.gpus > 1
     }
     assert both >= {(True, "loss"), (True, "backward"), (True, "gradients"), (False, "backward")}
-    steps = [plan.shown.step for plan in PLANS.values() if plan.shown is not None]
+    steps = [plan.shown.step for plan in plans() if plan.shown is not None]
     for item in steps[0]:
         assert any(step[item] > 0 for step in steps), item
 
 
 def test_money_is_explained_with_the_source_of_its_price() -> None:
-    plan = PLANS["open"]
+    plan = planned("open")
     assert plan.best is not None and plan.best.cost.electricity is not None
     found = explain(plan, "cost.electricity")
     assert found.lines[-1].value == pytest.approx(plan.best.cost.electricity.amount[1])
@@ -229,7 +225,7 @@ def test_money_is_explained_with_the_source_of_its_price() -> None:
 
 
 def test_text_and_json_say_the_same() -> None:
-    found = explain(PLANS["open"], "activations")
+    found = explain(planned("open"), "activations")
     assert found.item == "memory.activations"
     text, data = found.text(), found.to_json()
     for line in data["lines"]:
@@ -239,10 +235,10 @@ def test_text_and_json_say_the_same() -> None:
 
 def test_an_unknown_item_lists_the_known_ones() -> None:
     with pytest.raises(UsageError, match=r"memory\.weights") as error:
-        explain(PLANS["open"], "colour")
+        explain(planned("open"), "colour")
     assert "\n" not in str(error.value)
     with pytest.raises(UsageError):
-        explain(PLANS["open"], "loss.speed")
+        explain(planned("open"), "loss.speed")
 
 
 def test_of_a_real_card(tmp_path: Any) -> None:

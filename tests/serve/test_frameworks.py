@@ -1,22 +1,24 @@
-"""LangChain and LiteLLM as clients of the server, with tools and structured output."""
+"""LangChain and LiteLLM as clients of the server, with tools and structured output.
+
+Their packages take seconds to import, so only the process that runs these tests imports them, not all that collect.
+"""
 
 import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import litellm
 import pytest
-from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
-from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI
 from pydantic import BaseModel, Field
 
 from benchmarks.serve_load import served
 from tests.data.chat.templates import template
 from tests.serve.made_run import make
 from tests.serve.test_tools import TOOLS
+
+if TYPE_CHECKING:
+    from langchain_openai import ChatOpenAI
 
 
 class Ship(BaseModel):
@@ -27,7 +29,6 @@ class Ship(BaseModel):
     kind: Literal["boat", "ferry"]
 
 
-@tool
 def sail(days: Literal[1, 2, 3], fast: bool) -> str:
     """Sail for some days."""
     return f"{days} {fast}"
@@ -46,24 +47,30 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def chain(base: str) -> ChatOpenAI:
+def chain(base: str) -> "ChatOpenAI":
+    from langchain_openai import ChatOpenAI
+
     return ChatOpenAI(model="tiny", base_url=base, api_key="-", max_retries=0, timeout=120, seed=1)
 
 
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
-def test_langchain_structured_output(chain: ChatOpenAI, method: str) -> None:
+def test_langchain_structured_output(chain: "ChatOpenAI", method: str) -> None:
     ship = chain.with_structured_output(Ship, method=method).invoke("A ship, please")
     assert isinstance(ship, Ship)
 
 
-def test_langchain_json_mode(chain: ChatOpenAI) -> None:
+def test_langchain_json_mode(chain: "ChatOpenAI") -> None:
     """Random weights do not know the fields, so the test only checks that the answer is an object."""
     answer = chain.bind(response_format={"type": "json_object"}, n=1, max_tokens=600).invoke("A ship")
     assert str(answer.content).startswith("{")
 
 
-def test_langchain_tools(chain: ChatOpenAI) -> None:
-    bound = chain.bind_tools([sail], tool_choice="any", parallel_tool_calls=False)
+def test_langchain_tools(chain: "ChatOpenAI") -> None:
+    from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+    from langchain_core.tools import tool
+
+    sailing = tool(sail)
+    bound = chain.bind_tools([sailing], tool_choice="any", parallel_tool_calls=False)
     answer = bound.invoke("Sail!")
     (call,) = answer.tool_calls
     assert call["name"] == "sail" and set(call["args"]) == {"days", "fast"} and not answer.invalid_tool_calls
@@ -71,12 +78,14 @@ def test_langchain_tools(chain: ChatOpenAI) -> None:
     for chunk in bound.stream("Sail!"):
         streamed = chunk if streamed is None else streamed + chunk
     assert [(c["name"], c["args"]) for c in streamed.tool_calls] == [(call["name"], call["args"])]
-    result = ToolMessage(sail.invoke(call["args"]), tool_call_id=call["id"])
-    after = chain.bind_tools([sail]).invoke([HumanMessage("Sail!"), answer, result], max_tokens=8)
+    result = ToolMessage(sailing.invoke(call["args"]), tool_call_id=call["id"])
+    after = chain.bind_tools([sailing]).invoke([HumanMessage("Sail!"), answer, result], max_tokens=8)
     assert isinstance(after, AIMessage)
 
 
 def test_litellm_structured_output_and_tools(base: str) -> None:
+    import litellm
+
     common: dict[str, Any] = {
         "model": "openai/tiny",
         "api_base": base,
