@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import bitsandbytes
 import pytest
 import torch
 from torch import Tensor
@@ -48,9 +47,9 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 MLP_ONLY = ("gate_proj", "up_proj", "down_proj")
 
 
-def work_of(adapter: AdapterSpec, passes: int = 1, **options: Any) -> StepSpec:
+def work_of(adapter: AdapterSpec, passes: int = 1, rows: int = 8, **options: Any) -> StepSpec:
     settings: dict[str, Any] = {"optimizer": "adamw", "compiled": False, "loss_chunk_tokens": 256, **options}
-    return StepSpec(512, passes * 8 * 512, 8 * 512, adapter=adapter, **settings)
+    return StepSpec(512, passes * rows * 512, rows * 512, adapter=adapter, **settings)
 
 
 def adapted(shape: ModelConfig, adapter: AdapterSpec) -> Transformer:
@@ -172,6 +171,8 @@ def track(shape: ModelConfig, spec: StepSpec) -> Tracked:
     assert spec.adapter is not None
     # bitsandbytes creates its tables at the first use, which fake tensors do not allow.
     if spec.adapter.base == "nf4":
+        import bitsandbytes  # takes seconds, in every process that collects tests
+
         bitsandbytes.functional.quantize_4bit(torch.zeros(1, 64), quant_type="nf4", compress_statistics=True)
     with FakeTensorMode(allow_non_fake_inputs=True):  # bitsandbytes keeps its table of quantiles
         model = adapted(shape, spec.adapter)
@@ -263,11 +264,11 @@ def test_what_the_forward_of_experts_keeps(targets: tuple[str, ...]) -> None:
     Bookkeeping of the routing is not modelled.
     """
     shape = ModelConfig(**{**SMALL, **EXPERTS, "num_hidden_layers": 2})
-    spec = work_of(AdapterSpec(16, targets, "bf16"))
+    spec = work_of(AdapterSpec(16, targets, "bf16"), rows=2)
     assert spec.adapter is not None
     model = adapted(shape, spec.adapter)
     convert(model, spec.precision)
-    tokens_BT = torch.randint(0, shape.vocab_size, (8, 512), generator=torch.Generator().manual_seed(0))
+    tokens_BT = torch.randint(0, shape.vocab_size, (2, 512), generator=torch.Generator().manual_seed(0))
     with Live(*model.parameters(), *model.buffers()) as live:
         before = live.total()
         hidden_BTD = model.hidden(tokens_BT, AttentionContext(backend="sdpa"))
