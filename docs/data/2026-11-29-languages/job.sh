@@ -1,3 +1,4 @@
+# As it ran. common.sh had functions: wait_for a bundle, extract an archive, run a command with a log in out/.
 # Two cards, 29 minutes. Bundles: site, indic, half.
 # docs/languages.md: seeds 2 and 3 at a temperature of 1.04, on both cards. Then the ninth trial of expert-formats
 # (docs/indicmoe.md) on the first card, and the load test of the server (docs/performance.md) on the second one.
