@@ -149,6 +149,7 @@ def test_claims_are_sorted_searched_and_unfolded(browser: "Browser", address: st
     page = opened(browser, address, "claims", "?study=studies/made")
     table, claims = page.locator(".claims"), page.locator(".claims tbody th.claim")
     gqa, fp8, step = "GQA 4:1 trains 5 % faster", "FP8 is <b>faster</b>", "A step is slow"
+    claims.nth(2).wait_for()  # all_inner_texts does not wait, and a busy machine draws the table late
     assert claims.all_inner_texts() == [fp8, step, gqa] and serious_faults(page) == []
     table.get_by_role("button", name="measured or computed").click()
     assert claims.all_inner_texts() == [fp8, gqa, step]

@@ -50,9 +50,10 @@ def test_requests_choose_an_adapter_by_name(folders: dict[str, Path]) -> None:
         for folder, answer in zip(folders.values(), answers, strict=True):
             merged = load_model(folder)
             engine = Engine(merged.model, tokenizer=merged.tokenizer)
-            ((wanted,),) = engine.run(
-                [Request(tuple(PROMPT), 12, eos_tokens=loaded.eos_tokens, logprobs=True)]
+            request = Request(
+                tuple(PROMPT), 12, eos_tokens=loaded.eos_tokens, logprobs=True, continues_text=True
             )
+            ((wanted,),) = engine.run([request])
             assert answer.choices[0].text == wanted.text
             assert answer.choices[0].logprobs is not None
             found = answer.choices[
