@@ -83,10 +83,11 @@ def _text_of_tokens(tokenizer: Tokenizer) -> Callable[[int, bool], str]:
 
     @cache
     def text_of(token: int, begins: bool) -> str:
-        after = str(tokenizer.decode([*before, token], skip_special_tokens=False))
-        if begins or not after.startswith(text_before):
-            return str(tokenizer.decode([token], skip_special_tokens=False))
-        return after.removeprefix(text_before)
+        if not begins:
+            text = str(tokenizer.decode([*before, token], skip_special_tokens=False))
+            if text.startswith(text_before):
+                return text.removeprefix(text_before)
+        return str(tokenizer.decode([token], skip_special_tokens=False))
 
     return text_of
 
