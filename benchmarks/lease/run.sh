@@ -1,5 +1,5 @@
 # What start.sh starts: wait for the bundles, then run the jobs. English text is in the bundle `english`, all other data
-# in `sets`, and packages are in `site`, `search` and `fa4`.
+# in `sets`, and packages are in `packages`, `search` and `fa4`.
 cd "$HOME/lease/src"
 trap 'touch ../out/done' EXIT
 while [ "$1" != -- ]; do
@@ -13,5 +13,5 @@ mkdir -p ../bin
 command -v python > /dev/null || printf '#!/bin/sh\nexec python3 "$@"\n' > ../bin/python
 chmod -f +x ../bin/python
 export PATH=$HOME/lease/bin:$PATH FLASH4=$HOME/lease/bundle-fa4/fa4
-export PYTHONPATH=$PWD:$HOME/lease/bundle-site/site:$HOME/lease/bundle-site/serve:$HOME/lease/bundle-search/search
+export PYTHONPATH=$PWD:$HOME/lease/bundle-packages/site:$HOME/lease/bundle-packages/serve:$HOME/lease/bundle-search/search
 python3 -u -m benchmarks.release --data english --sets sets --out ../out "$@"
