@@ -14,11 +14,9 @@ a server (reward_server.py).
 
 import inspect
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,55 +24,12 @@ from deskside.align.reward_server import DEFAULT_TIMEOUT, NO_COLUMNS, RewardCase
 from deskside.align.user_functions import functions_from_file
 from deskside.config.align import GrpoConfig
 from deskside.evaluate import sandbox
+from deskside.evaluate.final_number import final_number, marked_answer
 from deskside.evaluate.scoring import code_blocks
 from deskside.utils.child_process import cpu_cores
 from deskside.utils.errors import RunError, UsageError
 
 Reward = Callable[..., float]
-
-_NUMBER = re.compile(r"-?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+)?")
-# A numerator or denominator of one digit needs no braces. A whole number before the fraction makes a mixed number.
-_LATEX_FRACTION = re.compile(
-    r"(?:(?P<whole>\d{1,50}) ?)?\\[dt]?frac\s*(?:\{\s*(?P<top>\d{1,50})\s*\}|(?P<top_digit>\d))"
-    r"\s*(?:\{\s*(?P<bottom>\d{1,50})\s*\}|(?P<bottom_digit>\d))"
-)
-_MARKS = (
-    re.compile(r"\\boxed\s*\{([^{}]*)\}"),
-    re.compile(r"####\s*([^\n]+)"),
-    re.compile(r"answer\s+is\s*:?\s*([^\n]+)", re.IGNORECASE),
-)
-_MAX_NUMBER_CHARACTERS = 200  # longer numbers are not answers, and take long to compare
-
-
-def final_number(text: str) -> Fraction | None:
-    """Return the number in the marked final answer, or the last number if none is marked, or None without a number."""
-    text = text.replace("\u2212", "-")  # the Unicode minus sign
-    text = _LATEX_FRACTION.sub(_plain_fraction, text)
-    for mark in _MARKS:
-        marked = mark.findall(text)
-        if marked:
-            numbers = _NUMBER.findall(marked[-1])
-            return _fraction(numbers[0]) if numbers else None
-    numbers = _NUMBER.findall(text)
-    return _fraction(numbers[-1]) if numbers else None
-
-
-def _plain_fraction(match: re.Match[str]) -> str:
-    """Return a fraction in LaTeX as 1/2."""
-    top, bottom = match["top"] or match["top_digit"], match["bottom"] or match["bottom_digit"]
-    if match["whole"]:
-        top = str(int(match["whole"]) * int(bottom) + int(top))
-    return f"{top}/{bottom}"
-
-
-def _fraction(text: str) -> Fraction | None:
-    text = re.sub(r"[,\s]", "", text)
-    if len(text) > _MAX_NUMBER_CHARACTERS:
-        return None
-    numerator, _, denominator = text.partition("/")
-    if denominator and not int(denominator):
-        return None
-    return Fraction(numerator) / int(denominator or 1)
 
 
 def number(prompt: str, completion: str, answer: str) -> float:
@@ -94,7 +49,7 @@ def exact(prompt: str, completion: str, answer: str) -> float:
 
 def has_marked_answer(prompt: str, completion: str, answer: str) -> float:
     """Return 1 if the completion marks its final answer, right or wrong: the reward `format`."""
-    return float(any(mark.search(completion) for mark in _MARKS))
+    return float(marked_answer(completion) is not None)
 
 
 def code(prompt: str, completion: str, answer: str) -> float:

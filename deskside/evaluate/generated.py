@@ -7,10 +7,11 @@ from tokenizers import Tokenizer
 from deskside.engine.device import cache_tokens
 from deskside.engine.engine import PAGE_SIZE, Engine
 from deskside.engine.requests import Request, SampleOutput
+from deskside.evaluate.final_number import final_number
 from deskside.evaluate.items import Item
 from deskside.evaluate.likelihood import MAX_CACHE_BYTES
 from deskside.evaluate.sandbox import SandboxResult, check_many
-from deskside.evaluate.scoring import code_blocks, number_in, same_words
+from deskside.evaluate.scoring import code_blocks, same_words
 from deskside.evaluate.tasks import CodeTask, Generated, Match, Number
 from deskside.model.transformer import Transformer
 
@@ -92,7 +93,7 @@ def judge_answers(
     verdicts = []
     for item, text in zip(items, texts, strict=True):
         if isinstance(task, Number):
-            number, reference = number_in(text), number_in(item.answers[0])
+            number, reference = final_number(text), final_number(item.answers[0])
             verdicts.append(SandboxResult(number is not None and number == reference, f"{number}"))
         else:
             assert isinstance(task, Match)

@@ -1,31 +1,12 @@
-"""Extract the number, words or code from a generated answer, and summarize the accuracy of tasks."""
+"""Extract the words or code from a generated answer, and summarize the accuracy of tasks."""
 
 import math
 import re
 import string
 from collections.abc import Sequence
-from decimal import Decimal
 
 Z = 1.959963984540054  # normal quantile of a 95 % confidence interval
-# A minus sign after a word character or a closing parenthesis, or with a space after it, is a subtraction.
-_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\$\s?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)")
-_ANSWER_MARK = re.compile(r"####|the (?:final )?answer is:?|\\boxed\{", re.IGNORECASE)
 _FENCE = re.compile(r"```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)  # language, code
-
-
-def number_in(text: str) -> Decimal | None:
-    r"""Return the number in an answer: the first after the last mark (####, \boxed{, "The answer is"), else the last.
-
-    Thousands separators and dollar signs are ignored. None if there is no number.
-    """
-    text = text.replace("\u2212", "-")  # the Unicode minus sign
-    marks = list(_ANSWER_MARK.finditer(text))
-    if marks:
-        match = _NUMBER.search(text, marks[-1].end())
-        if match is not None:
-            return _decimal(match[0])
-    numbers = _NUMBER.findall(text)
-    return _decimal(numbers[-1]) if numbers else None
 
 
 def same_words(text: str, references: tuple[str, ...]) -> bool:
@@ -45,10 +26,6 @@ def words(text: str) -> str:
 def code_blocks(text: str) -> list[str]:
     """Return the fenced code blocks of a chat answer that are in Python or in no named language."""
     return [m[2] for m in _FENCE.finditer(text) if m[1].strip().lower() in ("", "py", "python")]
-
-
-def _decimal(text: str) -> Decimal:
-    return Decimal(re.sub(r"[$,\s]", "", text))
 
 
 # Accuracy

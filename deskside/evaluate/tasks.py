@@ -173,7 +173,7 @@ class Generated(_TaskBase):
 
 
 class Number(Generated):
-    """Correct if the number in the generated text equals `reference` (see `scoring.number_in`)."""
+    """Correct if the number in the generated text equals `reference` (see `final_number`)."""
 
     kind: Literal["number"]
     reference: str

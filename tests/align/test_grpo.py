@@ -14,7 +14,6 @@ from deskside.align.grpo import Grpo, RolloutBatch
 from deskside.align.grpo_data import Question, QuestionForm, Questions, prepare_questions
 from deskside.align.policy_loss import policy_loss
 from deskside.align.prepared import FolderSpec
-from deskside.align.rewards import final_number
 from deskside.align.rollouts import Rollout, RolloutLog
 from deskside.align.sampler import (
     ANY_TEMPERATURE,
@@ -36,6 +35,7 @@ from deskside.engine.device import KV_CACHE_SHARE, prefill_bytes
 from deskside.engine.engine import Engine
 from deskside.engine.graphs import WARM_UP
 from deskside.engine.sampling import SamplingTensors, draw, ranking_width
+from deskside.evaluate.final_number import final_number
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
 from deskside.precision.attach_adapters import attach_adapters

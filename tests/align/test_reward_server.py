@@ -12,9 +12,9 @@ import pytest
 
 from deskside.align import reward_server
 from deskside.align.reward_server import RewardCase, RewardServer
-from deskside.align.rewards import final_number
 from deskside.cli.main import main
 from deskside.config.align import GrpoConfig
+from deskside.evaluate.final_number import final_number
 from deskside.utils.errors import OutsideError, UsageError
 from tests.align import tiny
 

@@ -1,15 +1,12 @@
 """Rewards: which number counts as the final answer, and what a user-defined function may do."""
 
-from fractions import Fraction
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from deskside.align import rewards
 from deskside.align.reward_server import RewardCase
-from deskside.align.rewards import ParsedReward, final_number
+from deskside.align.rewards import ParsedReward
 from deskside.config.align import GrpoConfig
 from deskside.utils.errors import RunError, UsageError
 
@@ -18,41 +15,6 @@ def parse(spec: str, *columns: str) -> ParsedReward:
     reward = rewards.parse(GrpoConfig(reward=spec, columns=columns))
     assert isinstance(reward, ParsedReward)
     return reward
-
-
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
-        ("7", "7"),
-        ("It is 3 + 4 = 7.", "7"),
-        ("3 apples\n#### 1,234", "1234"),
-        ("#### $18\nor was it 20?", "18"),
-        (r"so \boxed{-5} and not 6", "-5"),
-        ("The answer is 0.5, not 3", "1/2"),
-        ("the Answer is: 17/10", "17/10"),
-        ("temperature \u22124", "-4"),
-        ("4 - 5 is -1", "-1"),
-        (".25", "1/4"),
-        ("2 / 4", "1/2"),
-        (r"\boxed{\frac{1}{2}} and not 2", "1/2"),
-        (r"it is $-\dfrac{3}{12}$", "-1/4"),
-        (r"\boxed{\frac12}", "1/2"),
-        (r"\boxed{2\frac{1}{3}}", "7/3"),
-        (r"#### \frac{4}{0}", None),
-        ("1/0", None),
-        ("none at all", None),
-        ("The answer is unknown, maybe 4? \n 9", "4"),
-        ("9" * 5000, None),
-    ],
-)
-def test_final_number(text: str, wanted: str | None) -> None:
-    assert final_number(text) == (None if wanted is None else Fraction(wanted))
-
-
-@given(st.fractions(max_denominator=10**6), st.text(alphabet="abc ,.\n", max_size=20))
-def test_a_marked_fraction_is_found_exactly(value: Fraction, noise: str) -> None:
-    text = f"{noise} 12 {noise}\n#### {value.numerator}/{value.denominator}\n{noise}"
-    assert final_number(text) == value
 
 
 def test_built_in_rewards() -> None:
