@@ -243,50 +243,52 @@ def span_size(max_length: int) -> int:
 
 @triton.jit
 def _into_cache(  # type: ignore[no-untyped-def]
-    QKV, Q, K, V, Q_WEIGHT, K_WEIGHT, COS, SIN, POSITION, PAGE, OFFSET, eps,
-    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, S: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr,
+    QKV, Q, K, V, Q_WEIGHT, K_WEIGHT, COS, SIN, POSITION, PAGE, OFFSET, N, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, C: tl.constexpr, S: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEADS_EACH: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, ROPE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Process ROWS heads of a token. QKV: (N, (HEADS + 2 KV_HEADS) C). RoPE pairs the channels of a head's halves."""
+    """Process HEADS_EACH heads of BLOCK_N tokens. QKV: (N, (HEADS + 2 KV_HEADS) C). RoPE pairs a head's two halves."""
     HALF: tl.constexpr = C // 2
-    token = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * ROWS + tl.arange(0, ROWS))[:, None]
+    ALL_HEADS: tl.constexpr = HEADS + 2 * KV_HEADS
+    token = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     half = tl.arange(0, BLOCK)
-    mask = (head < HEADS + 2 * KV_HEADS) & (half < HALF)[None, :]
-    is_query, is_value = head < HEADS, head >= HEADS + KV_HEADS
+    in_half = half < HALF
+    in_tile = (token < N)[:, None] & in_half[None, :]
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    source = QKV + (token * (HEADS + 2 * KV_HEADS) + head) * C + half[None, :]
-    a = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    b = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
-    new_a, new_b = a, b
-    if NORM:
-        rstd = tl.rsqrt((tl.sum(a * a, axis=1) + tl.sum(b * b, axis=1)) / C + eps)[:, None]
-        q_a = tl.load(Q_WEIGHT + half, half < HALF, 0.0).to(tl.float32)[None, :]
-        q_b = tl.load(Q_WEIGHT + HALF + half, half < HALF, 0.0).to(tl.float32)[None, :]
-        k_a = tl.load(K_WEIGHT + half, half < HALF, 0.0).to(tl.float32)[None, :]
-        k_b = tl.load(K_WEIGHT + HALF + half, half < HALF, 0.0).to(tl.float32)[None, :]
-        new_a = a * rstd * tl.where(is_query, q_a, k_a)
-        new_b = b * rstd * tl.where(is_query, q_b, k_b)
     if ROPE:
-        angle = tl.load(POSITION + token) * HALF + half
-        cos = tl.load(COS + angle, half < HALF, 0.0)[None, :]
-        sin = tl.load(SIN + angle, half < HALF, 0.0)[None, :]
-        first = new_a * cos - new_b * sin
-        new_b = new_b * cos + new_a * sin
-        new_a = first
-    out = Q + (token * HEADS + head) * C + half[None, :]
-    tl.store(out, new_a.to(Q.dtype.element_ty), mask & is_query)
-    tl.store(out + HALF, new_b.to(Q.dtype.element_ty), mask & is_query)
-    kv = (head - HEADS) % KV_HEADS
-    cache_row = (tl.load(PAGE + token) * KV_HEADS + kv) * S + tl.load(OFFSET + token)
-    place = cache_row * C + half[None, :]
-    is_key = (head >= HEADS) & (head < HEADS + KV_HEADS)
-    tl.store(K + place, new_a.to(K.dtype.element_ty), mask & is_key)
-    tl.store(K + place + HALF, new_b.to(K.dtype.element_ty), mask & is_key)
-    tl.store(V + place, a.to(V.dtype.element_ty), mask & is_value)
-    tl.store(V + place + HALF, b.to(V.dtype.element_ty), mask & is_value)
+        angle = tl.load(POSITION + token, token < N, 0)[:, None] * HALF + half[None, :]
+        cos = tl.load(COS + angle, in_tile, 0.0)
+        sin = tl.load(SIN + angle, in_tile, 0.0)
+    # The first of a token's rows in the caches, one for each head of keys.
+    cache_row = tl.load(PAGE + token, token < N, 0) * KV_HEADS * S + tl.load(OFFSET + token, token < N, 0)
+    for i in range(HEADS_EACH):
+        head = tl.program_id(1) * HEADS_EACH + i
+        mask = in_tile & (head < ALL_HEADS)
+        source = QKV + (token * ALL_HEADS + head)[:, None] * C + half[None, :]
+        a = tl.load(source, mask, 0.0).to(tl.float32)
+        b = tl.load(source + HALF, mask, 0.0).to(tl.float32)
+        if head < HEADS + KV_HEADS:
+            if NORM:
+                rstd = tl.rsqrt(tl.sum(a * a + b * b, axis=1) / C + eps)[:, None]
+                weights = Q_WEIGHT if head < HEADS else K_WEIGHT
+                a = a * rstd * tl.load(weights + half, in_half, 0.0).to(tl.float32)[None, :]
+                b = b * rstd * tl.load(weights + HALF + half, in_half, 0.0).to(tl.float32)[None, :]
+            if ROPE:
+                a, b = a * cos - b * sin, b * cos + a * sin
+        if head < HEADS:
+            out = Q + (token * HEADS + head)[:, None] * C + half[None, :]
+            tl.store(out, a.to(Q.dtype.element_ty), mask)
+            tl.store(out + HALF, b.to(Q.dtype.element_ty), mask)
+        elif head < HEADS + KV_HEADS:
+            out = K + (cache_row + (head - HEADS) * S)[:, None] * C + half[None, :]
+            tl.store(out, a.to(K.dtype.element_ty), mask)
+            tl.store(out + HALF, b.to(K.dtype.element_ty), mask)
+        else:
+            out = V + (cache_row + (head - HEADS - KV_HEADS) * S)[:, None] * C + half[None, :]
+            tl.store(out, a.to(V.dtype.element_ty), mask)
+            tl.store(out + HALF, b.to(V.dtype.element_ty), mask)
 
 
 def qk_norm_rope_into_cache(
@@ -302,14 +304,18 @@ def qk_norm_rope_into_cache(
     q = torch.empty(N, layout.heads, C, dtype=qkv_NW.dtype, device=qkv_NW.device)
     heads = layout.heads + 2 * layout.kv_heads
     block = triton.next_power_of_2(C // 2)
-    # A program of many tokens has all heads of one, or as many as its registers hold; one of few tokens has one.
-    rows = 1 if N * heads <= MAX_BLOCKS else min(triton.next_power_of_2(heads), max(1, 2048 // block))
-    grid = (N, triton.cdiv(heads, rows))
+    # Each head of a token has a program of its own while these are few. Programs of many tokens take blocks of them,
+    # so that the angles are read once, and as many heads as keep the programs few.
+    tokens = 1 if N * heads <= MAX_BLOCKS else max(1, 1024 // block)
+    token_blocks = triton.cdiv(N, tokens)
+    heads_each = triton.cdiv(token_blocks * heads, MAX_BLOCKS)
+    grid = (token_blocks, triton.cdiv(heads, heads_each))
     _into_cache[grid](
         qkv_NW, q, *pools_PKSC, *(norms or (None, None)), *(angles or (None, None)),
-        *(x_N.contiguous() for x_N in slots_N), layout.eps,
-        layout.heads, layout.kv_heads, C, pools_PKSC[0].shape[2], rows, block, norms is not None, angles is not None,
-        num_warps=min(4, max(1, rows * block // 512)), **launch_options(q.device, grid[0] * grid[1]),
+        *(x_N.contiguous() for x_N in slots_N), N, layout.eps,
+        layout.heads, layout.kv_heads, C, pools_PKSC[0].shape[2], tokens, heads_each, block, norms is not None,
+        angles is not None,
+        num_warps=min(4, max(1, tokens * block // 256)), **launch_options(q.device, grid[0] * grid[1]),
     )  # fmt: skip
     return q
 

@@ -83,22 +83,22 @@ def long_rows(found: dict[str, float]) -> None:
 
 def qk_norm_rope_into_cache(found: dict[str, float]) -> None:
     layout = QkvLayout(3, 1, 24, 1e-6)
-    N, pages = 9, 6
+    N, pages = 70, 6  # two blocks of tokens
     qkv = torch.randn(N, layout.width)
     norms, angles = (torch.rand(24), torch.rand(24)), (torch.randn(50, 12), torch.randn(50, 12))
     position = torch.randint(0, 50, (N,))
     place = torch.randperm(pages * 16)[:N]
     for norm in (norms, None):
         for angle in (angles, None):
-            got, expected = (tuple(torch.zeros(pages, 1, 16, 24) for _ in range(2)) for _ in range(2))
-            where = (position, place // 16, place % 16)
-            q = decode_triton.qk_norm_rope_into_cache(qkv, norm, angle, layout, got, where)
-            truth = decode.qk_norm_rope_into_cache(qkv, norm, angle, layout, expected, where)
-            name = f"into cache, norm {norm is not None}, rope {angle is not None}"
-            with mock.patch.object(decode_triton, "MAX_BLOCKS", 0):  # all heads of a token in one program
-                q_at_once = decode_triton.qk_norm_rope_into_cache(qkv, norm, angle, layout, got, where)
-            assert torch.equal(q_at_once, q)
-            found[name] = max(error(a, b) for a, b in zip((q, *got), (truth, *expected), strict=True))
+            # The largest grid, and the tokens: with a program for each head, for all heads and for three.
+            for blocks, count in ((2048, 9), (1, N), (4, N)):
+                got, expected = (tuple(torch.zeros(pages, 1, 16, 24) for _ in range(2)) for _ in range(2))
+                where = (position[:count], place[:count] // 16, place[:count] % 16)
+                with mock.patch.object(decode_triton, "MAX_BLOCKS", blocks):
+                    q = decode_triton.qk_norm_rope_into_cache(qkv[:count], norm, angle, layout, got, where)
+                truth = decode.qk_norm_rope_into_cache(qkv[:count], norm, angle, layout, expected, where)
+                name = f"into cache, norm {norm is not None}, rope {angle is not None}, {blocks} blocks"
+                found[name] = max(error(a, b) for a, b in zip((q, *got), (truth, *expected), strict=True))
 
 
 def attention_from_new(found: dict[str, float]) -> None:
