@@ -34,6 +34,7 @@ def commands(seed: int, options: argparse.Namespace) -> dict[str, list[str]]:
     """
     experts = ("--model.num_experts", str(options.experts), "--model.num_experts_per_tok", "2")
     experts += ("--model.moe_intermediate_size", str(options.width))
+    experts += ("--model.router_aux_loss_coef", str(options.balance))
     dense = f"dense-{seed}"
     init = ("--init", str(options.out / dense))
     of_arm: dict[str, tuple[list[str], float]] = {
@@ -107,6 +108,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--preset", default="124m")
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--width", type=int, default=1024, help="channels of an expert; half of 124m's MLP")
+    # With 0.001, the default of deskside train, the routers collapsed (docs/experts.md).
+    parser.add_argument("--balance", type=float, default=0.01, help="weight of the load-balancing loss")
     options, others = parser.parse_known_args(argv)
     options.others = others
     options.only = options.only.split(",")

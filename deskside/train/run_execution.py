@@ -18,6 +18,7 @@ from deskside.train.loop.callbacks import Callback, OnFirstStep, RunLog, Termina
 from deskside.train.loop.clock import Clock, StepPlan
 from deskside.train.loop.gpu_sharing import GpuSharingWatch
 from deskside.train.loop.overfitting import OverfittingWatch, validation_loss
+from deskside.train.loop.router_collapse import RouterCollapseWatch
 from deskside.train.loop.stage_work import StageWork
 from deskside.train.loop.trainer import RunLength, Trainer, TrainProgress
 from deskside.train.nvml import NvmlDevice
@@ -85,6 +86,7 @@ class RunExecution:
         self.watch = OverfittingWatch()
         card = NvmlDevice.from_torch(world.device) if world.device.type == "cuda" else None
         self.sharing = GpuSharingWatch(card)
+        self.watches = (self.watch, self.sharing, RouterCollapseWatch(config.model))
         if resumed and (run.path / "plan.json").exists():
             self.recorded = recorded_plan(run)
         assert config.schedule.length is not None  # checked by `preflight.check_start`
@@ -147,7 +149,7 @@ class RunExecution:
             terminal = Terminal(progress.step, plan.total_steps(progress.step), self.length.unit == "seconds")
             tracked = trackers(config.track, self.run, config.model_dump(mode="json"), progress.step)
             self.log.say(describe_work(config, plan, self.stages, progress.step, self.clock.seconds()))
-            self.log.callbacks = [first_step, terminal, *tracked, self.watch, self.sharing, self.callback]
+            self.log.callbacks = [first_step, terminal, *tracked, *self.watches, self.callback]
         trainer = Trainer(
             self.stepper,
             self.stages,
@@ -331,8 +333,8 @@ class RunExecution:
         try:
             with signals.StopSignal() as stop:
                 if self.world.is_rank_zero:
-                    self.watch.begin(self.run, stop, self.validation)
-                    self.sharing.begin(self.run, stop, self.validation)
+                    for watch in self.watches:
+                        watch.begin(self.run, stop, self.validation)
                 self.callback.begin(self.run, stop, self.validation)
                 return trainer.run(stop)
         finally:
