@@ -346,7 +346,7 @@ class Engine:
         if recorder is not None:
             score_parts(self._models[0].model, recorder.hidden_ND, parts)
         for row in rows:
-            self._rows.register_pages(row, row.keys[: row.prefilled // self.page_size])
+            self._rows.register_pages(row, row.keys, row.prefilled // self.page_size)
         complete = [row if row.prefill_done else None for row in rows]
         self._pending.append(PendingBatch.queue(complete, packed, options))
 

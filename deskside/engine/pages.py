@@ -12,13 +12,17 @@ reused while the last step of the row that held it is still running.
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 
 Key = bytes
 
 
-def page_keys(tokens: "array[int]", size: int, adapter: int = 0, known: Sequence[Key] = ()) -> list[Key]:
-    """Return the keys of the pages that these tokens fill, in order.
+class PageKeys:
+    """The keys of the pages that some tokens fill, in order. Each is computed when it is first read.
+
+    Most prompts share nothing with others, which their first key shows. The other keys are then computed after the
+    device has started on the prompt.
 
     Args:
         tokens: In 64-bit integers.
@@ -26,15 +30,29 @@ def page_keys(tokens: "array[int]", size: int, adapter: int = 0, known: Sequence
         adapter: Number of the adapter in use; with another one, the same tokens have other keys and values.
         known: Keys of the first pages, which are not computed again.
     """
-    keys = [*known]
-    previous = keys[-1] if keys else adapter.to_bytes(8, "little")
-    contents, page_bytes = memoryview(tokens).cast("B"), tokens.itemsize * size
-    for start in range(len(keys) * page_bytes, len(contents) - page_bytes + 1, page_bytes):
-        previous = hashlib.blake2b(
-            contents[start : start + page_bytes], digest_size=16, key=previous
-        ).digest()
-        keys.append(previous)
-    return keys
+
+    def __init__(self, tokens: "array[int]", size: int, adapter: int = 0, known: Sequence[Key] = ()):
+        self._contents, self._page_bytes = memoryview(tokens).cast("B"), tokens.itemsize * size
+        self._length = len(tokens) // size
+        self._before_first = adapter.to_bytes(8, "little")  # in place of the key of an earlier page
+        self._keys = [*known]
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Key:
+        """Return the key of a page. Raises IndexError if there is no such page."""
+        if not 0 <= index < self._length:
+            raise IndexError(index)
+        while len(self._keys) <= index:
+            start = len(self._keys) * self._page_bytes
+            page = self._contents[start : start + self._page_bytes]
+            previous = self._keys[-1] if self._keys else self._before_first
+            self._keys.append(hashlib.blake2b(page, digest_size=16, key=previous).digest())
+        return self._keys[index]
+
+    def __iter__(self) -> Iterator[Key]:
+        return (self[index] for index in range(self._length))
 
 
 class Pages:
@@ -57,9 +75,9 @@ class Pages:
         """Number of pages that `allocate` can return."""
         return len(self._free) + len(self._unused)
 
-    def num_cached(self, keys: Sequence[Key]) -> int:
+    def num_cached(self, keys: Iterable[Key]) -> int:
         """Return the number of leading keys whose pages are registered."""
-        return next((n for n, key in enumerate(keys) if key not in self._page_of), len(keys))
+        return sum(1 for _ in takewhile(self._page_of.__contains__, keys))
 
     def allocate(self, keys: Sequence[Key], num_new: int) -> list[int] | None:
         """Return the registered pages of `keys` and `num_new` new ones, all held. None if too few are available."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from deskside.engine.adjustments import check_adjustments
 from deskside.engine.grammar import Grammar
-from deskside.engine.pages import Key
+from deskside.engine.pages import PageKeys
 from deskside.engine.sampling import (
     GREEDY,
     GREEDY_ONLY,
@@ -223,7 +223,7 @@ class RowState:
     request: Request
     max_length: int  # tokens of prompt and answer together
     prompt_tokens: "array[int]"  # the prompt, in 64-bit integers
-    keys: list[Key]  # of the prompt's full pages
+    keys: PageKeys  # of the prompt's full pages
     stream: TextStream | None
     settings: SamplingValues
     matcher: "LLMatcher | None" = None  # of the request's grammar

@@ -3,12 +3,13 @@
 from array import array
 from collections import deque
 from dataclasses import replace
+from itertools import islice
 
 from tokenizers import Tokenizer
 
 from deskside.engine.counter_rng import stream_of
 from deskside.engine.grammar import allowed_tokens, shown_error
-from deskside.engine.pages import Key, Pages, page_keys
+from deskside.engine.pages import Key, PageKeys, Pages
 from deskside.engine.requests import Counts, Event, PromptScores, Reason, Request, RowState, TokenOutput
 from deskside.engine.sampling import SamplingValues
 from deskside.engine.text import TextStream
@@ -28,7 +29,7 @@ def new_rows(
     if len(request.prompt) == max_length:
         samples = int(request.scores_prompt)
     prompt = array("q", request.prompt)
-    keys = page_keys(prompt, page_size, request.adapter)
+    keys = PageKeys(prompt, page_size, request.adapter)
     rows = []
     for sample in range(samples):
         stream = None
@@ -61,21 +62,24 @@ class Rows:
         """Give slots and pages to waiting rows in order, while there are any. Return these rows."""
         if not (self.waiting and self._free_slots):
             return []
-        # Keys of the pages that are being prefilled.
-        computing = {
-            key for row in self.running if not row.prefill_done for key in row.keys[row.registered :]
-        }
+        prefilling = [row for row in self.running if not row.prefill_done]
+        computing: dict[
+            int, set[Key]
+        ] = {}  # keys of the pages that are being prefilled, by their place in the row
         admitted: list[RowState] = []
         for row in list(self.waiting):
             if not self._free_slots:
                 break
             length = len(row.request.prompt)
             # The last token of the prompt is always computed, because its logits are needed.
-            usable = row.keys[: (length - 1) // self._page_size] if row.scores is None else []
-            cached = self.pages.num_cached(usable)
-            if cached < len(usable) and usable[cached] in computing:
+            usable = (length - 1) // self._page_size if row.scores is None else 0
+            cached = self.pages.num_cached(islice(row.keys, usable))
+            if cached not in computing:
+                computing[cached] = {key for other in prefilling for key in _unregistered(other, cached)}
+            if cached < usable and row.keys[cached] in computing[cached]:
                 continue  # waits for the row that computes this page
-            pages = self.pages.allocate(usable[:cached], -(-row.max_length // self._page_size) - cached)
+            shared = [row.keys[index] for index in range(cached)]
+            pages = self.pages.allocate(shared, -(-row.max_length // self._page_size) - cached)
             if pages is None:
                 break
             self.waiting.remove(row)
@@ -85,7 +89,9 @@ class Rows:
             row.registered = cached
             self.counts.prompt_tokens += length
             self.counts.cached_tokens += row.cached
-            computing.update(row.keys[cached:])
+            for place, keys in computing.items():
+                keys.update(_unregistered(row, place))
+            prefilling.append(row)
             admitted.append(row)
         return admitted
 
@@ -139,8 +145,8 @@ class Rows:
             if row.prefill_done and row.tokens:
                 # Make the answer's pages available to later prompts. Its last token may not be in the cache.
                 tokens = row.prompt_tokens + array("q", row.tokens[:-1])
-                keys = page_keys(tokens, self._page_size, row.request.adapter, row.keys)
-                self.register_pages(row, keys)
+                keys = PageKeys(tokens, self._page_size, row.request.adapter, [*row.keys])
+                self.register_pages(row, keys, len(keys))
             self._release(row)
         return Event(row.number, row.sample, None, reason, text, cached_tokens=row.cached)
 
@@ -155,11 +161,11 @@ class Rows:
         self.pages.forget_contents()
         return Event(row.number, row.sample, None, "failed", error=why)
 
-    def register_pages(self, row: RowState, keys: list[Key]) -> None:
-        """Register the row's pages that have become full. keys: of all its full pages."""
-        for index in range(row.registered, len(keys)):
+    def register_pages(self, row: RowState, keys: PageKeys, count: int) -> None:
+        """Register the row's pages that have become full. count: of all its full pages, which have these keys."""
+        for index in range(row.registered, count):
             self.pages.register(row.pages[index], keys[index])
-        row.registered = max(row.registered, len(keys))
+        row.registered = max(row.registered, count)
 
     def abandon(self, why: str, waiting: bool) -> list[Event]:
         """End all running rows as "failed", and the waiting ones if `waiting` or if none runs. Nothing stays cached."""
@@ -178,6 +184,11 @@ class Rows:
         self.pages.release(row.pages)
         self._free_slots.append(row.slot)
         self.running.remove(row)
+
+
+def _unregistered(row: RowState, index: int) -> list[Key]:
+    """Return the key of a page of the row's prompt in a list, which is empty if the page is registered or not full."""
+    return [row.keys[index]] if row.registered <= index < len(row.keys) else []
 
 
 def _must_end_too_early(row: RowState) -> bool:

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deskside.engine.pages import Key, Pages, page_keys
+from deskside.engine.pages import Key, PageKeys, Pages
 
 
 def keys_of(tokens: Iterable[int], size: int, adapter: int = 0) -> list[Key]:
-    return page_keys(array("q", tokens), size, adapter)
+    return [*PageKeys(array("q", tokens), size, adapter)]
 
 
 def test_a_key_stands_for_all_tokens_up_to_the_end_of_its_page() -> None:
@@ -26,7 +26,10 @@ def test_a_key_stands_for_all_tokens_up_to_the_end_of_its_page() -> None:
 @given(st.lists(st.integers(0, 3), max_size=20), st.integers(1, 4), st.integers(0, 2), st.integers(0, 20))
 def test_known_keys_are_continued(tokens: list[int], size: int, adapter: int, known: int) -> None:
     whole = keys_of(tokens, size, adapter)
-    assert page_keys(array("q", tokens), size, adapter, whole[:known]) == whole
+    keys = PageKeys(array("q", tokens), size, adapter, whole[:known])
+    assert [*keys] == whole and len(keys) == len(whole)
+    with pytest.raises(IndexError):
+        keys[len(whole)]
 
 
 def test_known_pages_are_shared_and_kept_until_they_are_wanted() -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from deskside.engine.engine import Draft, Engine
-from deskside.engine.pages import Key, Pages, page_keys
+from deskside.engine.pages import Key, PageKeys, Pages
 from deskside.engine.requests import Request
 from deskside.engine.sampling import GREEDY, Sampling
 from tests.engine.test_generate import VARIANTS, make, plain
@@ -37,7 +37,7 @@ class PrefixCache(RuleBasedStateMachine):
 
     @rule(target=held, text=TEXTS, more=st.integers(0, 2))
     def start(self, text: list[int], more: int) -> list[int]:
-        keys = page_keys(array("q", text), SIZE)
+        keys = [*PageKeys(array("q", text), SIZE)]
         cached = self.pages.num_cached(keys)
         assert cached == next((n for n, key in enumerate(keys) if key not in self.known), len(keys))
         new = len(keys) - cached + more
