@@ -120,3 +120,15 @@ def test_without_growth_every_bit_is_that_of_stages_written_out(data: Path, tmp_
         torch.manual_seed(0)
         tiny_run.train(tmp_path, config, name)
     assert tiny_run.curve(tmp_path / "own") == tiny_run.curve(tmp_path / "written")
+
+
+def test_the_batch_grows_from_a_multiple_of_the_smallest_one_in_longer_rows(
+    data: Path, tmp_path: Path
+) -> None:
+    """The stage of rows of 32 tokens begins with 2/3 of the batch, whose 4 rows fit in a pass, and ends with 6 rows."""
+    stages = [{"until": 0.5, "sequence_length": 16}, {"until": 1.0, "sequence_length": 32}]
+    schedule = {"length": "8 steps", "batch_growth": 3, "batch_growth_until": 0.67, "stages": stages}
+    tiny_run.train(tmp_path, tiny_run.config(data, batch={"tokens": 192}, schedule=schedule))
+    fit = tiny_run.plan(tmp_path / "run")["fit"]
+    assert [(f["micro_rows"], f["accumulation"]) for f in fit] == [(4, 1), (4, 2), (2, 2), (2, 3)]
+    assert tiny_run.rows(tmp_path / "run")[-1]["tokens"] == 3 * 64 + 1 * 128 + 2 * 128 + 2 * 192

@@ -11,10 +11,12 @@ uses it again, if it fits the number of processes.
 
 import contextlib
 import gc
+import itertools
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -147,7 +149,8 @@ class BatchSizeFinder:
             self.stepper.set_window(stage.window)
             if not recorded:
                 self.check_step_time(stage, rows)
-            micro_batch = self.find_for_stage(stage, rows, recorded[index] if recorded else None)
+            common = self.common_rows(stages, index) if self.grows else rows
+            micro_batch = self.find_for_stage(stage, rows, common, recorded[index] if recorded else None)
             micro_batches.append(micro_batch)
             stage.micro_rows = micro_batch.micro_rows
             if self.uses_bf16_steps and self.objective_reserved_bytes():
@@ -163,6 +166,11 @@ class BatchSizeFinder:
         """Return the rows of this process in a step of a stage."""
         return rows_each(stage.tokens_per_step, stage.sequence_length, self.world.readers)
 
+    def common_rows(self, stages: Sequence[StageWork], index: int) -> int:
+        """Return the largest number of rows that divides a stage's step and those of the next stages of its shape."""
+        same = itertools.takewhile(lambda stage: same_shape(stages[index], stage), stages[index:])
+        return math.gcd(*(self.stage_rows(stage) for stage in same))
+
     def stage_dry_rows(self, stage: StageWork) -> int:
         """Return the rows of a dry step with the micro-batch of a stage."""
         return self.dry_rows(stage, self.stage_rows(stage), stage.micro_rows)
@@ -170,7 +178,7 @@ class BatchSizeFinder:
     def grown(self, stages: Sequence[StageWork], index: int, rows: int) -> MicroBatch:
         """Return the micro-batch of a stage that differs from the one before only in its larger batch.
 
-        It has the same rows per pass in more passes, because every batch is a multiple of the smallest one.
+        It has the same rows per pass in more passes.
 
         Only the smallest batch of a shape is timed, and the largest if there is time. The times of those in between are
         interpolated.
@@ -246,8 +254,13 @@ class BatchSizeFinder:
             rows = rows_each(self.config.batch.tokens, stage.sequence_length, self.world.readers)
         return min(rows, 2 * micro_rows)
 
-    def find_for_stage(self, stage: StageWork, rows: int, recorded: dict[str, Any] | None) -> MicroBatch:
-        """Return the micro-batch of one stage with `rows` rows per step on this process."""
+    def find_for_stage(
+        self, stage: StageWork, rows: int, common: int, recorded: dict[str, Any] | None
+    ) -> MicroBatch:
+        """Return the micro-batch of one stage with `rows` rows per step on this process.
+
+        common: rows that a pass must divide, see `common_rows`.
+        """
 
         def dry(micro_rows: int) -> float:
             dry_rows = self.dry_rows(stage, rows, micro_rows)
@@ -259,7 +272,11 @@ class BatchSizeFinder:
             return self.dry_step(micro_rows, stage.dataset, dry_rows)
 
         # A resumed run may have a different number of processes, and therefore of rows per process.
-        if recorded and recorded["micro_rows"] * recorded["accumulation"] == rows:
+        if (
+            recorded
+            and recorded["micro_rows"] * recorded["accumulation"] == rows
+            and common % recorded["micro_rows"] == 0
+        ):
             micro_batch = MicroBatch(**{**recorded, "attempts": tuple(recorded["attempts"])})
             dry(micro_batch.micro_rows)
             return micro_batch
@@ -277,8 +294,11 @@ class BatchSizeFinder:
                     "--optim.gradients released needs: use fewer --batch.tokens, or --optim.gradients host"
                 ) from None
             return MicroBatch(rows, 1, ({"micro_rows": rows, "fits": True, "seconds": seconds},))
-        first, device = self.first_candidate(stage, rows), self.world.device
-        return find_micro_batch(dry_with_reserve, rows, first, self.log, lambda: free_failed_attempt(device))
+        first, device = self.first_candidate(stage, common), self.world.device
+        found = find_micro_batch(
+            dry_with_reserve, common, first, self.log, lambda: free_failed_attempt(device)
+        )
+        return replace(found, accumulation=rows // found.micro_rows)
 
     def compile_kernels(self, micro_rows: int, dataset: RowDataset, rows: int) -> None:
         """Compile the Triton kernels of a step in parallel; the first dry step would compile them one after the other.

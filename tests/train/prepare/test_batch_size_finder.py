@@ -192,7 +192,7 @@ def test_steps_in_bf16_of_a_quantised_run_have_to_fit_too(precision: dict[str, A
         world=World(CPU), precision=switch, precision_config=config.precision, graphed=None
     )
     finder = OnCard(config, cast(Stepper, stepper), lambda tokens: 0.0, lambda line: None)
-    found = finder.find_for_stage(cast(StageWork, SimpleNamespace(dataset=None)), 16, None)
+    found = finder.find_for_stage(cast(StageWork, SimpleNamespace(dataset=None)), 16, 16, None)
     assert found.micro_rows == (4 if precision else 8)
     assert switch.active and tried[-1] == (found.micro_rows, True)
 
@@ -238,9 +238,9 @@ def test_what_the_objective_will_keep_has_room_beside_the_steps(monkeypatch: pyt
         finder = OnCard(config, cast(Stepper, stepper), lambda tokens: 10 * tokens / 2**35, lambda line: None)
         if expected is None:
             with pytest.raises(RunError, match="single row"):
-                finder.find_for_stage(cast(StageWork, stage), 8, None)
+                finder.find_for_stage(cast(StageWork, stage), 8, 8, None)
         else:
-            assert finder.find_for_stage(cast(StageWork, stage), 8, None).micro_rows == expected
+            assert finder.find_for_stage(cast(StageWork, stage), 8, 8, None).micro_rows == expected
         assert not card
 
 
@@ -294,7 +294,7 @@ def test_what_steps_in_bf16_take_is_in_the_cache_when_others_look(keeps: int, be
     switch, ran = Switch(), list[bool]()
 
     class OnCard(BatchSizeFinder):
-        def find_for_stage(self, stage: StageWork, rows: int, recorded: Any) -> MicroBatch:
+        def find_for_stage(self, stage: StageWork, rows: int, common: int, recorded: Any) -> MicroBatch:
             return MicroBatch(rows, 1, ())
 
         def dry_step(self, micro_rows: int, dataset: RowDataset, rows: int) -> float:
