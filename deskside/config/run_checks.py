@@ -71,6 +71,11 @@ def _check_compares_losses(config: RunConfig) -> None:
         raise ValueError(
             "checkpoint.keep_best: is not supported with sharded weights; use --parallel.mode replicate"
         )
+    if checkpoint.keep_best and checkpoint.keep_every is not None:
+        raise ValueError(
+            "checkpoint.keep_best: a run that ends with its best checkpoint deletes all later ones, also those of "
+            "checkpoint.keep_every; leave one of them out"
+        )
 
 
 def _check_stages(config: RunConfig) -> None:

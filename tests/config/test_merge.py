@@ -400,6 +400,7 @@ ERRORS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"seed": -1}, ("seed", "-1")),
     ({"checkpoint": {"every": "1 epochs"}}, ("checkpoint.every", "steps, tokens or time", "10m")),
     ({"checkpoint": {"keep_every": "2 epochs"}}, ("checkpoint.keep_every", "steps, tokens or time")),
+    ({"checkpoint": {"keep_best": True, "keep_every": "50 steps"}}, ("checkpoint.keep_best", "checkpoint.keep_every")),
     ({"evaluate": {"every": "0.5 epochs"}}, ("evaluate.every", "steps, tokens or time")),
     ({"precision": {"name": "fp4"}}, ("precision.name", "nvfp4")),
     ({"precision": {"name": "fp8", "backend": "torchao"}}, ("precision.backend", "fp8-tensorwise, fp8-rowwise")),
