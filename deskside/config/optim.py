@@ -227,6 +227,12 @@ class MuonConfig(Part):
     @model_validator(mode="after")
     def _check_state_and_clipping(self) -> Self:
         _check_states(self.states, self.betas)
+        largest = max(self.momentum, self.momentum_start, self.momentum_end or 0.0)
+        if self.states != "float32" and largest > LARGEST_BFLOAT16_BETA:
+            raise ValueError(
+                f"momentum: with states {self.states}, Muon's momentum is in bfloat16, which is too coarse for the "
+                f"small changes of {largest}; use states float32, or a momentum of at most {LARGEST_BFLOAT16_BETA}"
+            )
         _check_decay_epochs(self.weight_decay_epochs, self.scale)
         _check_clipping(self.gradients, self.grad_clip)
         _check_ema_nesterov(self)

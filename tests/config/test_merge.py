@@ -394,6 +394,7 @@ ERRORS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"schedule": {"name": "linear"}}, ("schedule", "cosine or wsd")),
     ({"schedule": {"name": "cosine", "decay": 0.5}}, ("schedule.decay", "schedule.name wsd")),
     ({"optim": {"name": "adamw", "momentum": 0.9}}, ("optim.momentum", "optim.name muon")),
+    ({"optim": {"name": "muon", "states": "8bit", "momentum": 0.998}}, ("optim.momentum", "bfloat16", "0.995")),
     ({"optim": {"name": "sgd"}}, ("optim", "adamw or muon")),
     ({"optim": {"betas": [0.9]}}, ("optim.betas",)),
     ({"optim": {"betas": [0.9, 1.5]}}, ("optim.betas", "1.5")),
