@@ -141,6 +141,10 @@ class WsdConfig(_Schedule):
             raise ValueError(
                 f"warmup: {self.warmup} and decay {self.decay} together exceed the run; lower one of them"
             )
+        if isinstance(self.warmup, Duration) and self.decay == 1:
+            raise ValueError(
+                f"warmup: '{self.warmup}' has no time before a decay of 1; lower decay, or use warmup 0"
+            )
         if self.decay_power != 1 and self.decay_shape != "linear":
             raise ValueError(
                 f"decay_power: is for the shape linear, not {self.decay_shape}; remove it, or use decay_shape linear"

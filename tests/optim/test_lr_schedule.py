@@ -22,7 +22,7 @@ def schedules(draw: st.DrawFn) -> ScheduleConfig:
         return ConstantConfig(warmup=warmup)
     if kind == "cosine":
         return CosineConfig(warmup=warmup, final_lr_fraction=final)
-    room = 1.0 - warmup if isinstance(warmup, float) else 1.0
+    room = 1.0 - warmup if isinstance(warmup, float) else 0.99
     decay = draw(st.floats(min(0.01, room), room))
     shape = draw(st.sampled_from(["linear", "1-sqrt", "cosine"]))
     power = draw(st.floats(0.5, 4)) if shape == "linear" else 1.0
