@@ -70,6 +70,10 @@ class Guard:
             self._norms.append((step, norm))
         return reason
 
+    def count_from_zero(self) -> None:
+        """Count consecutive skipped steps from zero: the run went back, perhaps to a checkpoint between them."""
+        self._in_a_row = 0
+
     def _reason(self, step: int, loss: float, norm: float) -> str:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             return f"loss {loss} or gradient norm {norm} is not finite"

@@ -258,6 +258,7 @@ class Trainer:
                 f"lower the learning rate (--optim.lr) or check the data near step {self.progress.step}"
             )
         self.progress = self.checkpointer.roll_back()
+        self.stepper.guard.count_from_zero()
         self._saved_step = self.progress.step
         self.progress.rollbacks, self.progress.rows = rollbacks, rows
         self.log.event(f"{why}: went back to step {self.progress.step} and skipped the data in between")

@@ -197,6 +197,22 @@ def test_too_many_bad_steps_go_back_and_past_the_data(
     assert poison.seen == list(range(27 + 20))
 
 
+def test_after_going_back_bad_steps_are_counted_from_zero(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint that the run goes back to was saved after two of the three bad steps."""
+    config = tiny_run.config(
+        data,
+        schedule={"length": "10 steps"},
+        checkpoint={"every": "1 steps"},
+        guard={"max_skips": 3, "max_rollbacks": 1},
+    )
+    Poison(monkeypatch, lambda at: at in (4, 5, 6, 7))
+    run = tiny_run.train(tmp_path, config).run.path
+    assert events(run).count("went back to step 6") == 1
+    assert [r["step"] for r in rows(run) if r["skipped"]] == [5, 6, 7]
+
+
 @pytest.mark.parametrize("prevents", ["skips", "disk"])
 def test_a_failure_outside_is_told_even_if_nothing_can_be_saved(
     prevents: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
