@@ -176,12 +176,21 @@ class TensorBoard(Callback):
     """Writes TensorBoard events to the run directory."""
 
     def __init__(self, run: RunDirectory, first_step: int):
+        self._folder = str(run.path / "tensorboard")
+        self._open(first_step)
+
+    def _open(self, last_step: int) -> None:
+        """Open the files of events. Events of later steps, which the run repeats, are not shown any more."""
         from torch.utils.tensorboard import SummaryWriter
 
-        # A resumed run repeats steps; those after `first_step` that an earlier process wrote are not shown any more.
-        self._writer: Any = SummaryWriter(str(run.path / "tensorboard"), purge_step=first_step + 1)
+        self._writer: Any = SummaryWriter(self._folder, purge_step=last_step + 1)
+        self._last_step = last_step
 
     def on_step(self, row: dict[str, Any], total_steps: int) -> None:
+        if row["step"] <= self._last_step:  # the run went back to a checkpoint
+            self._writer.close()
+            self._open(row["step"] - 1)
+        self._last_step = row["step"]
         for name, value in _numbers(row).items():
             self._writer.add_scalar(name, value, row["step"])
 

@@ -153,6 +153,9 @@ def test_tensorboard_gets_the_numbers_of_each_step(
         ("skipped", 0.0, 3),
         "close",
     ]
+    said.clear()
+    tracker.on_step(row(3), 10)  # the run went back, and repeats a step
+    assert said[:3] == ["close", (str(tmp_path / "tensorboard"), 3), ("loss", 2.5, 3)]
 
 
 def test_the_metrics_file_gets_every_step(tmp_path: Path) -> None:
