@@ -171,6 +171,7 @@ def test_messages_appear_above_the_progress_bar(
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
     terminal = Terminal(0, 10, estimated=False)
     try:
         Terminal.say("a [message]")
