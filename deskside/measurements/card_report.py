@@ -28,6 +28,11 @@ KIND = "deskside card report"
 SCHEMA = 1
 MAX_FILE_BYTES = 2**18
 MAX_POINTS, MAX_CHECKS = 64, 128
+# Fields of a point that describe the run, without its result.
+SETTING = (
+    "model", "sequence_length", "tokens", "micro_tokens", "optimizer", "activation_checkpointing", "precision",
+    "compile",
+)  # fmt: skip
 
 Seconds = Annotated[float, Field(ge=1e-6, le=1e5, description="seconds")]
 Flops = Annotated[float, Field(ge=1, le=1e18, description="FLOP/s")]
@@ -115,11 +120,7 @@ class ReportedPoint(_Record):
 
     def setting(self) -> dict[str, Any]:
         """Return the fields that describe the run, without its result."""
-        names = (
-            "model", "sequence_length", "tokens", "micro_tokens", "optimizer", "activation_checkpointing", "precision",
-            "compile",
-        )  # fmt: skip
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in SETTING}
 
     def probe_row(self) -> dict[str, Any]:
         """Return this point in the form of a row of the probe store, as far as the planner reads one."""
@@ -231,13 +232,19 @@ def make_report(
 ) -> CardReport:
     """Return the report of a machine with a GPU.
 
-    rows: its rows of the probe store; the newest MAX_POINTS results count. doctor: verdict by check.
+    rows: its rows of the probe store, the oldest first. The newest result of a setting counts, since the rows of
+    "auto" and of the recipe or micro-batch that it chose have the same one, and the newest MAX_POINTS of these. doctor:
+    verdict by check.
     Raises ValueError if there is no result, or if a value is not one that a report can have.
     """
     ok = [row for row in rows if row["status"] == "ok"]
-    points = [
-        _point(row) for row in ok if row["kind"] == "point" and row["result"].get("device", "cuda") == "cuda"
-    ]
+    points: dict[str, dict[str, Any]] = {}
+    for row in ok:
+        if row["kind"] == "point" and row["result"].get("device", "cuda") == "cuda":
+            point = _point(row)
+            setting = json.dumps([point[name] for name in SETTING], sort_keys=True)
+            points.pop(setting, None)  # the newest goes to the end
+            points[setting] = point
     if not points:
         raise ValueError("no training run was measured on this card, so there is nothing to share")
     card = next((row["result"] for row in reversed(ok) if row["kind"] == "card"), None)
@@ -253,7 +260,7 @@ def make_report(
         "deskside": machine.code,
         "benchmark": card
         and {"matmul_flops": card["matmul_peak"], "copy_bytes_per_second": card["copy_bandwidth"]},
-        "points": points[-MAX_POINTS:],
+        "points": list(points.values())[-MAX_POINTS:],
         "doctor": dict(doctor),
     }
     return parse_report(content)

@@ -20,11 +20,12 @@ from hypothesis import strategies as st
 
 from deskside.cli.main import main
 from deskside.measurements import reported
-from deskside.measurements.card_report import MAX_FILE_BYTES, json_schema, parse_report
+from deskside.measurements.card_report import MAX_FILE_BYTES, json_schema, make_report, parse_report
 from deskside.measurements.plausible import check_report
 from deskside.measurements.reported import add_report, reported_cards, reported_for, reported_speeds
+from deskside.measurements.store import open_store
 from deskside.utils.errors import UsageError
-from tests.measurements.made_report import DATE, faster, made
+from tests.measurements.made_report import DATE, DOCTOR, H200, PROBES, faster, made
 from tests.sources import ROOT
 
 Report = dict[str, Any]
@@ -194,6 +195,17 @@ def test_what_is_no_file_is_refused(kind: str, tmp_path: Path, capsys: pytest.Ca
     if kind == "pipe":
         os.mkfifo(path)  # reading it would block for ever
     refused(path, "No such file" if kind == "missing" else "not a file", capsys)
+
+
+def test_a_setting_that_was_measured_as_auto_and_by_name_is_reported_once() -> None:
+    rows = open_store(PROBES).rows(H200)
+    again = copy.deepcopy(next(row for row in rows if row["kind"] == "point"))
+    assert again["key"]["spec"]["precision"] == "auto"
+    again["key"]["spec"]["precision"] = again["result"]["precision"]
+    again["result"]["step_seconds"] = {"median": 0.5, "p10": 0.5, "p90": 0.5}
+    points = make_report(H200, [*rows, again], DOCTOR, DATE).points
+    assert len(points) == len(made()["points"])
+    assert [point.step_seconds.median for point in points].index(0.5) == len(points) - 1
 
 
 def test_a_report_enters_the_table_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
