@@ -103,7 +103,7 @@ def run(argv: Sequence[str]) -> int:
             "deskside search distributes its trials over the GPUs itself; start it without torchrun"
         )
     folder = _folder(options)
-    previews_another = options.dry_run and not options.resume and str(folder.path) != options.preset
+    previews_another = options.dry_run and not options.resume and not _names_directory(options)
     if folder.begun and not previews_another:
         if not options.resume and not options.dry_run:
             raise UsageError(
@@ -133,10 +133,16 @@ def run(argv: Sequence[str]) -> int:
     return _run(folder, plan, check, options)
 
 
+def _names_directory(options: SearchOptions) -> bool:
+    """Return True if PRESET is the directory of a search."""
+    given = options.preset
+    return given is not None and not given.endswith(".toml") and Path(given).is_dir()
+
+
 def _folder(options: SearchOptions) -> SearchFolder:
     """Return the directory of the search, which may not exist yet. Raises UsageError."""
     given = options.preset
-    if given is not None and not given.endswith(".toml") and Path(given).is_dir():
+    if given is not None and _names_directory(options):
         if options.out is not None:
             raise UsageError(f"{given} and --out {options.out}: both name the directory; give one of them")
         folder = SearchFolder(Path(given))
@@ -155,7 +161,11 @@ def _name(preset: str | None) -> str:
 
 
 def _check_same(options: SearchOptions, given: dict[str, Any], plan: SearchPlan) -> None:
-    """Raise UsageError if a resumed search is given other options than it was begun with."""
+    """Raise UsageError if a resumed search is given another preset or other options than it was begun with."""
+    if options.preset not in (None, plan.base) and not _names_directory(options):
+        raise UsageError(
+            f"{options.preset}: the search began with {plan.base}; leave it out, or begin another with --out"
+        )
     begun, _ = COMMAND.parse_config(shlex.split(plan.command)[2:])
     names = ("hours", "over", "pruner", "minutes_per_trial", "trials", "sampler", "seeds", "proxy")
     default = SearchOptions()

@@ -11,6 +11,7 @@ import pytest
 
 from deskside.cli.main import main
 from deskside.study.search.outcome import read_outcome
+from tests.study.search.made_search import begin
 from tests.train import tiny_run
 
 QUICK = ["--minutes-per-trial", "0.05", "--schedule.length", "3s", "--compute.device", "cpu"]
@@ -79,6 +80,22 @@ def test_a_dry_run_says_what_is_searched_and_makes_nothing(
     assert plan["confirmation"]["at_target"] is False
     assert {one["key"] for one in plan["space"]} >= {"optim.lr", "batch.tokens", "model.depth"}
     assert not (here / "searches").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "code"),
+    [
+        (["searches/demo"], 0),
+        (["searches/demo/"], 0),  # as a shell completes it
+        (["searches/demo", "--resume"], 0),
+        (["demo", "--resume"], 0),
+        (["--out", "searches/demo", "--resume"], 0),
+        (["124m", "--out", "searches/demo", "--resume"], 2),
+    ],
+)
+def test_a_search_is_continued_with_its_own_preset_only(argv: list[str], code: int, here: Path) -> None:
+    begin(here / "searches" / "demo")
+    assert main(["search", *argv, "--dry-run"]) == code
 
 
 def test_ctrl_c_ends_the_search_and_a_resume_continues_its_trial(here: Path, data: Path) -> None:
