@@ -100,7 +100,8 @@ def _compare(paths: Sequence[Path], as_json: bool) -> int:
         name = str(path)  # as it was given, because runs of two directories can have the same name
         records[name] = file_cache.brief(run.path)
         row = rows[name] = replace(file_cache.row(run.path, run.path in live, Path(), RUN), name=name)
-        numbers[name] = key_numbers(row, newest_values(file_cache.newest_metrics(run.path).rows))
+        logged = file_cache.newest_metrics(run.path).rows
+        numbers[name] = key_numbers(row, newest_values([*logged, records[name].summary]))
     shares = {name: row.val_share for name, row in rows.items() if row.val_share is not None}
     if min(shares.values(), default=1.0) < 1:
         numbers = {

@@ -35,7 +35,7 @@ class SampleText:
 def key_numbers(row: TableRow, newest: Mapping[str, float]) -> dict[str, str | None]:
     """Return label -> value of the numbers at the top of the page, None where nothing was measured.
 
-    newest: the last logged value of each metric.
+    newest: the value of each metric at the end or, until then, the last logged one.
     """
 
     def shown(value: float | None, form: str) -> str | None:

@@ -88,6 +88,18 @@ def test_runs_scored_on_different_parts_of_the_text(made: Path, capsys: pytest.C
     assert "all" not in capsys.readouterr().out.split()
 
 
+@pytest.mark.parametrize("logged", [True, False])
+def test_a_fine_tuned_run_shows_the_result_at_its_end(
+    logged: bool, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made_up.run(here / "tuned", val_bpb=None, val_accuracy=0.875)
+    metrics = here / "tuned/metrics.jsonl"
+    metrics.write_text(metrics.read_text().replace("val_bpb", "val_accuracy" if logged else "other"))
+    assert main(["runs", "tuned"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["held-out", "accuracy", "87.5", "%"] in lines
+
+
 def test_damaged_files_are_not_compared(made: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["runs/first", "runs/second", "runs/third"]
     made_up.run(made / "runs/third", seed=3)

@@ -107,7 +107,8 @@ def _draw_head(context: Context, chosen: Mapping[str, FoundRun]) -> None:
     details = [row.details, f"started {row.created[:16].replace('T', ' ')} UTC" if row.created else ""]
     st.caption(" · ".join(literal(part) for part in [*details, *record.problems, log.problem] if part))
     with st.container(horizontal=True, gap="medium"):
-        numbers = key_numbers(row, newest_values(file_cache.metrics(run.path).rows))
+        logged = file_cache.metrics(run.path).rows
+        numbers = key_numbers(row, newest_values([*logged, record.summary]))
         if not has_known_peak(record.environment):
             del numbers["MFU"]
         for label, value in numbers.items():
