@@ -55,7 +55,7 @@ class TrainOptions(RunOptions):
       deskside train 124m --dry-run
       deskside train --init runs/124m --upcycle --model.num_experts 8 --model.num_experts_per_tok 2 --hours 2
       deskside train --resume runs/124m
-      deskside train 124m --data.path data/english --gpus auto
+      deskside train 124m --data.path data/english --hours 2 --gpus auto
     """
 
     preset: str | None = option(

@@ -11,7 +11,7 @@ from deskside.dashboard.sidebar import Context
 COMMANDS = """deskside go --preset demo --hours 0.05     # three minutes on a CPU, from bundled text
 deskside study matrix16-quick              # sixteen arms: GQA and FP4 at four sizes, on a CPU
 deskside search demo --hours 0.1           # better settings, on a CPU
-deskside train 124m --data.path DIR        # one run"""
+deskside train 124m --data.path DIR --hours 2   # one run"""
 
 
 def empty_state(context: Context) -> None:

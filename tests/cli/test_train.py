@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from deskside.budget.shape import flops_per_token
 from deskside.cli.answer import speed
 from deskside.cli.main import main
-from deskside.cli.train import warn_of_high_rate
+from deskside.cli.train import TrainOptions, warn_of_high_rate
 from deskside.config.run import RunConfig
+from deskside.dashboard import notes
 from deskside.data.reading.index_file import is_prepared
 from tests.serve.made_run import MadeRun, make
 
@@ -262,6 +264,21 @@ def test_dry_run_in_tokens_counts_the_stages(capsys: pytest.CaptureFixture[str])
     result = dry(["124m", "--schedule.tokens", "1e8", "--batch.tokens", "131072", STAGES], capsys)
     steps = -(-100_000_000 // ((65536 + 131072) // 2))
     assert (result["steps"], result["tokens"]) == (steps, steps * (65536 + 131072) // 2)
+
+
+EXAMPLES = [
+    line.strip()
+    for line in f"{TrainOptions.__doc__}\n{notes.COMMANDS}".splitlines()
+    if line.strip().startswith("deskside train")
+    and not any(word in line for word in ("my.toml", "--init", "--resume", "--dry-run"))
+]
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_the_commands_that_are_shown_have_a_length(example: str, capsys: pytest.CaptureFixture[str]) -> None:
+    here = re.sub(r"--(data.path|gpus) \S+", "", example)  # which are not of this machine
+    assert main([*shlex.split(here, comments=True)[1:], "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["config"]["schedule"]["length"] is not None
 
 
 def test_dry_run_in_hours_has_no_steps(capsys: pytest.CaptureFixture[str]) -> None:
