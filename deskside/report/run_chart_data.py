@@ -69,7 +69,7 @@ class RunLine:
     Attributes:
         points: (x, y), smoothed if asked, and thinned to `MAX_POINTS`.
         raw: The same before smoothing; empty if nothing was smoothed.
-        final: (x, y) of the last evaluation, which covers the whole validation text; None for other metrics.
+        final: (x, y) of the evaluation at the end of the run; None for other metrics.
         newest: The last logged value, without smoothing.
     """
 

@@ -143,6 +143,6 @@ def _draw_baselines(record: RunRecord, axes: Axes, highest: float) -> list[str]:
 
 
 def _at_end(record: RunRecord, chart: RunChart) -> tuple[float, float] | None:
-    """Return (tokens, value) of the final evaluation, which covers the whole validation split; None without one."""
+    """Return (tokens, value) of the evaluation at the end of the run; None without one."""
     tokens, value = (number(record.summary.get(key)) for key in ("tokens", chart.key))
     return None if not chart.rare or tokens is None or value is None else (tokens, value)

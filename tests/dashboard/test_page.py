@@ -311,6 +311,15 @@ def test_what_a_live_run_did_not_measure_is_said(tmp_path: Path, draw: Draw) -> 
     assert "Not measured: best bits per byte, MFU, power, electricity." in text(page)
 
 
+@pytest.mark.parametrize(("result", "shown"), [("val_bpb", True), (None, False)])
+def test_the_mark_of_the_end_is_explained(
+    result: str | None, shown: bool, tmp_path: Path, draw: Draw
+) -> None:
+    made_up.run(tmp_path / "r", val_share=0.06, **{"val_bpb": None, **({result: 0.9} if result else {})})
+    said = text(draw(tmp_path, "run", run="r"))
+    assert ("Square" in said) is shown and "of the whole validation text" not in said
+
+
 def test_languages_of_a_live_run(tmp_path: Path, draw: Draw) -> None:
     """They cover every evaluation of the run, not only those in its last steps."""
     made_up.run(tmp_path / "r", steps=3, of=900, finished=False)

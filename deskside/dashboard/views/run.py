@@ -147,7 +147,7 @@ def _draw_charts(chosen: Mapping[str, FoundRun], x_key: str, smoothing: float, l
     rows = {name: file_cache.metrics(run.path).rows for name, run in chosen.items()}
     records = {name: file_cache.brief(run.path) for name, run in chosen.items()}
     places = {name: place for place, name in enumerate(chosen)}
-    drawn = 0
+    drawn, has_end = 0, False
     columns: Sequence[Any] = ()
     for spec in CHARTS:
         lines = [
@@ -157,6 +157,7 @@ def _draw_charts(chosen: Mapping[str, FoundRun], x_key: str, smoothing: float, l
         ]
         if not lines:
             continue
+        has_end = has_end or any(line.final is not None for line in lines)
         if drawn % 2 == 0:
             columns = st.columns(2)
         with columns[drawn % 2]:
@@ -177,8 +178,8 @@ def _draw_charts(chosen: Mapping[str, FoundRun], x_key: str, smoothing: float, l
     notes = ["Measured."]
     if smoothing:
         notes.append(f"Pale: each logged step; strong: moving average of weight {smoothing:g}.")
-    if any("val_bpb" in record.summary for record in records.values()):
-        notes.append("Square: the evaluation at the end, of the whole validation text.")
+    if has_end:
+        notes.append("Square: the evaluation at the end.")
     st.caption(" ".join(notes))
     if len(chosen) == 1:
         (name,) = chosen
