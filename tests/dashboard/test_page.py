@@ -14,7 +14,8 @@ from streamlit.util import calc_hash
 
 import deskside.dashboard
 from deskside.dashboard.page import FIRST_PAGE, PAGES
-from deskside.dashboard.sidebar import literal
+from deskside.dashboard.sidebar import StudySelection, literal
+from deskside.dashboard.views import summary
 from deskside.study.stats.compare import compare
 from tests.dashboard import made_up
 
@@ -105,6 +106,13 @@ def test_a_study_in_which_nothing_has_finished(tmp_path: Path, draw: Draw, name:
     arms = [replace(arm, trials=[Trial(1, "pending")], estimates={}) for arm in made.results().arms]
     made_up.study(tmp_path / "s", arms=arms, complete=False, interactions=[], fronts=[], claims=[])
     draw(tmp_path, name)
+
+
+def test_the_command_that_continues_a_study_can_be_pasted(tmp_path: Path) -> None:
+    folder = tmp_path / "my studies/s"
+    results = made_up.study(folder, complete=False)
+    command = summary._state(StudySelection("s", folder, results, results)).partition("continue it: ")[2]
+    assert shlex.split(command) == ["deskside", "study", str(folder), "--resume"]
 
 
 def test_a_filter_changes_the_table(tmp_path: Path, draw: Draw) -> None:

@@ -1,5 +1,6 @@
 """Summary page of a study: the answer of each group, with its difference, its verdict and a chart."""
 
+import shlex
 from collections import Counter
 
 import streamlit as st
@@ -87,7 +88,8 @@ def _state(selection: StudySelection) -> str:
     if selection.hidden:
         parts.append(f"the filters hide {plural(selection.hidden, 'arm')}")
     if not results.complete:
-        parts.append(f"not complete; continue it: deskside study --resume --out {selection.folder}")
+        folder = shlex.quote(str(selection.folder))
+        parts.append(f"not complete; continue it: deskside study {folder} --resume")
     return " · ".join(parts)
 
 
