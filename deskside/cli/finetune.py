@@ -207,15 +207,17 @@ class FinetuneRun:
         Raises UsageError if it is for another command, or not valid.
         """
         layer = merge.merge(presets.layers(file))[0]
-        for part in ("align", "schedule"):
-            if not isinstance(layer.get(part, {}), dict):
+        for part, info in RunConfig.model_fields.items():
+            if merge.parts_of(info.annotation) and not isinstance(layer.get(part, {}), dict):
                 raise UsageError(f"--config {file}: {part} must be a table; write its keys below [{part}]")
         align = layer.get("align", {})
         if align.pop("name", self.name) != self.name:
             raise UsageError(f"--config {file}: its table [align] is for another command than {self.name}")
         options = self.options
         for own, key in (("sources", "data"), ("val", "val")):
-            from_file = align.pop(key, ())
+            from_file = align.pop(key, [])
+            if not isinstance(from_file, str | list):
+                raise UsageError(f"--config {file}: align.{key}: give one source, or a list of sources")
             from_file = (from_file,) if isinstance(from_file, str) else tuple(from_file)
             setattr(options, own, getattr(options, own) or from_file)
         lengths = ("hours", "steps", "tokens", "epochs")
