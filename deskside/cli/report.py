@@ -47,6 +47,10 @@ def run(argv: Sequence[str]) -> int:
         raise UsageError(
             f"--claims: {folder} is not a study; give the directory of a study that tests claims"
         )
+    if options.claims and (
+        Path(options.claims).is_dir() or not Path(options.claims).absolute().parent.is_dir()
+    ):
+        raise UsageError(f"--claims {options.claims}: cannot be a file; give one in a folder that exists")
     if options.also and not options.claims:
         raise UsageError("--also: has no effect without --claims FILE; add it, or leave --also out")
     also = [Path(name) for name in (options.also or "").split(",") if name]

@@ -17,7 +17,7 @@ from deskside.facts.records import Corpus, LossRecord
 from deskside.records.score import ScoredRun, check_corpus, score_run
 from deskside.run.record import read_run
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.files import clear_temporary, write_atomically
+from deskside.utils.files import clear_temporary, create_folder, write_atomically
 from deskside.utils.parsing import read_json_object
 from deskside.utils.signals import signal_number
 
@@ -68,7 +68,7 @@ def replay(
     Raises UsageError for other data and for a folder of another record, RunError if a training run fails.
     """
     check_corpus(corpus, data)
-    folder.mkdir(parents=True, exist_ok=True)
+    create_folder(folder)
     _claim(folder, record)
     found = []
     for seed in seeds:

@@ -131,6 +131,8 @@ def test_continues_where_it_was(made: Made, tmp_path: Path) -> None:
     with pytest.raises(RunError):
         made.replay(out, train=train)
     assert trained[1][-4:] == ["--runs", str(out), "--name", "seed-2"] and not (out / "seed-2").exists()
+    with pytest.raises(UsageError, match="--out"):
+        made.replay(out / "seed-1.json" / "out", train=train)
 
 
 def test_refused(made: Made, tmp_path: Path) -> None:

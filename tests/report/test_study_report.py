@@ -304,6 +304,11 @@ def test_directories_that_are_no_study(tmp_path: Path) -> None:
     folder = save(compare(made.results()), tmp_path / "made")
     with pytest.raises(UsageError, match="no claim"):
         run([str(folder), "--claims", str(tmp_path / "claims.md")])
+    save(replace(compare(made.results()), claims=claims()), folder)
+    for place in ("none/claims.md", "run.json/claims.md", "made"):
+        with pytest.raises(UsageError, match="--claims"):
+            run([str(folder), "--claims", str(tmp_path / place)])
+    assert not (folder / "report.html").exists()
 
 
 def compared(relative: float, low: float | None, high: float | None, verdict: str) -> Arm:
