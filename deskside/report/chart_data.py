@@ -29,6 +29,7 @@ CLIPPED = "An arrow is an interval that continues beyond the plot."
 Range = tuple[float, float]
 # Multiples of powers of ten, and how many ticks make them enough for an axis.
 TICK_FACTORS = (((1,), 4), ((1, 3), 4), ((1, 2, 5), 3), ((1, 1.5, 2, 3, 5, 7), 3), (range(1, 10), 0))
+MIN_TICKS = 3
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,10 @@ def axis_range(estimates: Sequence[Estimate], log: bool = False) -> Range:
 
 
 def log_ticks(axis_range: Range) -> list[float]:
-    """Return three to eight ticks of a logarithmic axis: 1, 2, 5 or the like times powers of ten."""
+    """Return three to eight ticks of a logarithmic axis: 1, 2, 5 or the like times powers of ten.
+
+    Of a short axis, such as one from 1.1 to 1.9, they are round numbers at equal distances.
+    """
     start, stop = axis_range
     powers = range(math.floor(math.log10(start)), math.ceil(math.log10(stop)) + 1)
     for factors, enough in TICK_FACTORS:
@@ -119,6 +123,10 @@ def log_ticks(axis_range: Range) -> list[float]:
         shown = [tick for tick in ticks if start <= tick <= stop]
         if len(shown) >= enough:
             break
+    if len(shown) < MIN_TICKS:
+        power = 10.0 ** math.floor(math.log10((stop - start) / MIN_TICKS))
+        step = max(part * power for part in (1, 2, 5) if MIN_TICKS * part * power <= stop - start)
+        shown = [step * n for n in range(math.ceil(start / step), math.floor(stop / step) + 1)]
     return shown[:: math.ceil(len(shown) / 8) or 1]
 
 

@@ -13,6 +13,13 @@ from deskside.study.results import Arm, Estimate, Trial
 positive = st.floats(1e-6, 1e9)
 
 
+@given(st.floats(1e-9, 1e9), st.floats(1.002, 1e12))
+def test_a_logarithmic_axis_of_any_length_has_ticks(start: float, times: float) -> None:
+    ticks = chart_data.log_ticks((start, start * times))
+    assert 3 <= len(ticks) <= 8 and ticks == sorted(set(ticks))
+    assert ticks[0] >= start * (1 - 1e-9) and ticks[-1] <= start * times * (1 + 1e-9)
+
+
 @given(threshold=st.floats(1e-3, 100), times=st.floats(6, 1e4))
 def test_ticks_around_zero_are_a_decade_apart(threshold: float, times: float) -> None:
     """An outlier is at least six thresholds away (forest_chart), and a decade of such an axis has room for a label."""
