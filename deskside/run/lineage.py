@@ -85,9 +85,10 @@ def stages(run_dir: Path, warn: Warn) -> list[RunStage]:
         init, earlier = run.get("init"), None
         started_from = FROM_SCRATCH if "init" in run and init is None else None
         if isinstance(init, str):
-            initial = Path(resolve_path(init, run.get("directory")))
-            earlier = _run_directory(initial)
             is_name = init.startswith(hub.PREFIX)
+            initial = Path(resolve_path(init, run.get("directory")))
+            # As a path, a name would be below the current directory, which may be that of another run.
+            earlier = None if is_name else _run_directory(initial)
             started_from = init.removeprefix(hub.PREFIX) if is_name else (earlier or initial).resolve().name
         history.append(_stage(path, run, started_from, warn))
         if isinstance(init, str):

@@ -140,6 +140,14 @@ def test_the_stages_before_are_told(made: MadeRun, tmp_path: Path) -> None:
     assert [stage.name for stage in stages(second, print)] == ["base", "chat"]
 
 
+def test_a_model_of_the_hub_is_no_run_of_this_directory(
+    made: MadeRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = copy(made, tmp_path / "a", name="chat", init="hf:Qwen/Qwen3-0.6B")
+    monkeypatch.chdir(copy(made, tmp_path / "b", name="another"))
+    assert [(stage.name, stage.started_from) for stage in stages(run, print)] == [("chat", "Qwen/Qwen3-0.6B")]
+
+
 @pytest.mark.parametrize("name", ["summary.json", "environment.json", "plan.json"])
 def test_damaged_files_are_said_and_left_out(name: str, made: MadeRun, tmp_path: Path) -> None:
     run = copy(made, tmp_path)
