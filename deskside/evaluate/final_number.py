@@ -5,8 +5,10 @@ from fractions import Fraction
 
 # Before the final answer: \boxed{, GSM8K's "####", and "The answer is".
 _MARK = re.compile(r"\\boxed\s*(?P<brace>\{)|####|answer\s+is\s*:?", re.IGNORECASE)
+# Commas separate groups as in 1,234,567, or as in India, 12,34,567. Others separate numbers: (3,4) are two.
+_GROUPED = r"(?:\d{1,3}(?:,\d{3})+|\d{1,2}(?:,\d{2})+,\d{3})(?!\d|,\d)"
 # A minus sign after a word character or a closing parenthesis, or with a space after it, is a subtraction.
-_NUMBER = re.compile(r"(?:(?<![\w)])-)?(?:\$\s?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+)?")
+_NUMBER = re.compile(rf"(?:(?<![\w)])-)?(?:\$\s?)?(?:(?:{_GROUPED}|\d+)(?:\.\d+)?|\.\d+)(?:\s*/\s*\d+)?")
 # A numerator or denominator of one digit needs no braces. A whole number before the fraction makes a mixed number.
 _LATEX_FRACTION = re.compile(
     r"(?:(?P<whole>\d{1,50}) ?)?\\[dt]?frac\s*(?:\{\s*(?P<top>\d{1,50})\s*\}|(?P<top_digit>\d))"
