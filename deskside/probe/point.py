@@ -198,6 +198,7 @@ def measure_point(spec: dict[str, Any]) -> dict[str, Any]:
     flops = training_flops_per_token(config.model, config.batch.sequence_length, adapter_spec(config))
     memory = memory_peaks(device)
     watts = [float(s["watts"]) for s in sensor_readings if s["watts"] is not None]
+    throttled = [s["throttled"] for s in sensor_readings if s["throttled"] is not None]
     return {
         "tokens_per_second": speed,
         "step_seconds": {
@@ -216,7 +217,7 @@ def measure_point(spec: dict[str, Any]) -> dict[str, Any]:
         "attempts": list(fit.attempts),
         "watts": statistics.fmean(watts) if watts else None,
         "celsius": max((s["celsius"] for s in sensor_readings if s["celsius"] is not None), default=None),
-        "throttled": any(bool(s["throttled"]) for s in sensor_readings) if watts else None,
+        "throttled": any(throttled) if throttled else None,
         "loss_first": timer.losses[0],
         "loss_last": timer.losses[-1],
         "finite": timer.finite,

@@ -12,7 +12,7 @@ import torch
 
 import deskside
 from deskside.engine.device import allowed_bytes
-from deskside.train.nvml import NvmlDevice, driver_facts
+from deskside.train.nvml import NvmlDevice, driver_facts, query
 from deskside.utils.child_process import cpu_cores, cpu_name
 from deskside.utils.machine import package_version
 
@@ -59,26 +59,23 @@ SLOWDOWN_REASONS = (  # reasons for low clocks that mean heat or a power limit, 
 
 
 class Sensors:
-    """Power, temperature and throttling of one GPU, read from NVML. All are None on a CPU or if NVML fails."""
+    """Power, temperature and throttling of one GPU, read from NVML. None on a CPU, and what the GPU does not tell."""
 
     def __init__(self, device: torch.device):
-        card = NvmlDevice.from_torch(device) if device.type == "cuda" else None
-        self._handle = card.handle if card is not None else None
+        self._card = NvmlDevice.from_torch(device) if device.type == "cuda" else None
 
     def read(self) -> dict[str, Any]:
         """Return {"watts", "celsius", "throttled"}. Throttled: slowed down by heat or a power limit."""
-        if self._handle is not None:
-            try:
-                return {
-                    "watts": round(pynvml.nvmlDeviceGetPowerUsage(self._handle) / 1000, 1),
-                    "celsius": pynvml.nvmlDeviceGetTemperature(self._handle, pynvml.NVML_TEMPERATURE_GPU),
-                    "throttled": bool(
-                        pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(self._handle) & SLOWDOWN_REASONS
-                    ),
-                }
-            except pynvml.NVMLError:  # some consumer cards do not support all of these queries
-                self._handle = None
-        return {"watts": None, "celsius": None, "throttled": None}
+        if self._card is None:
+            return {"watts": None, "celsius": None, "throttled": None}
+        handle = self._card.handle
+        milliwatts = query(pynvml.nvmlDeviceGetPowerUsage, handle)
+        reasons = query(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
+        return {
+            "watts": None if milliwatts is None else round(milliwatts / 1000, 1),
+            "celsius": query(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
+            "throttled": None if reasons is None else bool(reasons & SLOWDOWN_REASONS),
+        }
 
 
 class Meter:

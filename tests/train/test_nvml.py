@@ -6,8 +6,10 @@ from typing import Any
 
 import pynvml
 import pytest
+import torch
 
 from deskside.train import nvml
+from deskside.train.environment_record import Sensors
 from deskside.train.nvml import NvmlDevice
 
 CARD, OWN = NvmlDevice("handle"), os.getpid()
@@ -69,6 +71,22 @@ def test_a_card_that_tells_nothing(answers: Any) -> None:
     assert set(CARD.power().values()) == {None} and set(CARD.pcie().values()) == {None}
     assert set(CARD.memory().values()) == {None} and CARD.processes() == []
     assert NvmlDevice.from_index(0) is None
+
+
+def test_sensors_tell_what_the_card_tells(answers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each value alone: a card without a power sensor still has a temperature, and a failed query is asked again."""
+    monkeypatch.setattr(NvmlDevice, "from_torch", lambda device: CARD)
+    sensors = Sensors(torch.device("cuda"))
+    assert sensors.read() == {"watts": None, "celsius": None, "throttled": None}
+    answers(nvmlDeviceGetTemperature=61)
+    assert sensors.read() == {"watts": None, "celsius": 61, "throttled": None}
+    answers(
+        nvmlDeviceGetPowerUsage=31_250,
+        nvmlDeviceGetCurrentClocksThrottleReasons=pynvml.nvmlClocksThrottleReasonSwPowerCap,
+    )
+    assert sensors.read() == {"watts": 31.2, "celsius": 61, "throttled": True}
+    answers(nvmlDeviceGetCurrentClocksThrottleReasons=pynvml.nvmlClocksThrottleReasonGpuIdle)
+    assert sensors.read()["throttled"] is False
 
 
 def test_driver(answers: Any) -> None:
