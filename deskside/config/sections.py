@@ -114,6 +114,11 @@ def check_rows(key: str, tokens: int, sequence_length: int) -> None:
 
 
 Device = Literal["auto", "cpu", "cuda"]
+# auto, and the names in `kernels.attention.BACKENDS`
+AttentionBackendName = Literal[
+    "auto", "cudnn", "flash", "fa4", "efficient", "sdpa", "varlen", "flex", "chunked", "unplanned", "reference",
+    "gathered", "gathered-cudnn", "gathered-flash",
+]  # fmt: skip
 
 
 class ComputeConfig(Part):
@@ -125,7 +130,7 @@ class ComputeConfig(Part):
         description="fused: hand-written kernels and gradients; block, model: torch.compile; auto: fused on a GPU "
         "or below 16 bits, if it covers the model; else block on a GPU in 16 or 32 bits; else off",
     )
-    attention: str = Field(
+    attention: AttentionBackendName = Field(
         "auto", description="attention backend; auto: the fastest that passes a check at this shape"
     )
     matmul: Literal["torch", "quack", "auto"] = Field(

@@ -4,7 +4,7 @@ import importlib
 import math
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from deskside.config.model import ModelConfig
+from deskside.config.sections import AttentionBackendName
 from deskside.kernels import decode
 from deskside.kernels.attention import (
     BACKENDS,
@@ -301,6 +302,10 @@ def test_choose_rejects_a_broken_backend(fault: str) -> None:
             choose(need(), ["broken"])
     finally:
         del BACKENDS["broken"]
+
+
+def test_the_configuration_has_the_names_of_all_backends() -> None:
+    assert {*get_args(AttentionBackendName)} == {"auto", *BACKENDS}
 
 
 def test_unknown_backend_is_named() -> None:
