@@ -1,4 +1,4 @@
-"""Rewards: which number counts as the final answer, and what a user-defined function may do."""
+"""Rewards: the built-in ones, and what a user-defined function may do."""
 
 from pathlib import Path
 

@@ -1,6 +1,14 @@
 """Extraction of the answer from generated text."""
 
+from hypothesis import given
+from hypothesis import strategies as st
+
 from deskside.evaluate.scoring import code_blocks, same_words
+
+
+@given(st.text())
+def test_any_text_is_taken(text: str) -> None:
+    code_blocks(text)
 
 
 def test_same_words() -> None:

@@ -90,6 +90,7 @@ def qk_norm_rope_into_cache(found: dict[str, float]) -> None:
     place = torch.randperm(pages * 16)[:N]
     for norm in (norms, None):
         for angle in (angles, None):
+            alone = None
             # The largest grid, and the tokens: with a program for each head, for all heads and for three.
             for blocks, count in ((2048, 9), (1, N), (4, N)):
                 got, expected = (tuple(torch.zeros(pages, 1, 16, 24) for _ in range(2)) for _ in range(2))
@@ -99,6 +100,8 @@ def qk_norm_rope_into_cache(found: dict[str, float]) -> None:
                 truth = decode.qk_norm_rope_into_cache(qkv[:count], norm, angle, layout, expected, where)
                 name = f"into cache, norm {norm is not None}, rope {angle is not None}, {blocks} blocks"
                 found[name] = max(error(a, b) for a, b in zip((q, *got), (truth, *expected), strict=True))
+                alone = q if alone is None else alone
+                assert torch.equal(q[: len(alone)], alone)
 
 
 def attention_from_new(found: dict[str, float]) -> None:
