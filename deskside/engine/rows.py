@@ -63,9 +63,8 @@ class Rows:
         if not (self.waiting and self._free_slots):
             return []
         prefilling = [row for row in self.running if not row.prefill_done]
-        computing: dict[
-            int, set[Key]
-        ] = {}  # keys of the pages that are being prefilled, by their place in the row
+        # Keys of the pages that are being prefilled, by their place in the row.
+        computing: dict[int, set[Key]] = {}
         admitted: list[RowState] = []
         for row in list(self.waiting):
             if not self._free_slots:

@@ -69,10 +69,10 @@ class Sensors:
         if self._card is None:
             return {"watts": None, "celsius": None, "throttled": None}
         handle = self._card.handle
-        milliwatts = query(pynvml.nvmlDeviceGetPowerUsage, handle)
+        watts = self._card.drawn_watts()
         reasons = query(pynvml.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
         return {
-            "watts": None if milliwatts is None else round(milliwatts / 1000, 1),
+            "watts": None if watts is None else round(watts, 1),
             "celsius": query(pynvml.nvmlDeviceGetTemperature, handle, pynvml.NVML_TEMPERATURE_GPU),
             "throttled": None if reasons is None else bool(reasons & SLOWDOWN_REASONS),
         }

@@ -87,8 +87,12 @@ class NvmlDevice:
             "default_watts": _watts(query(pynvml.nvmlDeviceGetPowerManagementDefaultLimit, self.handle)),
             "lowest_watts": _watts(span[0]),
             "highest_watts": _watts(span[1]),
-            "drawn_watts": _watts(query(pynvml.nvmlDeviceGetPowerUsage, self.handle)),
+            "drawn_watts": self.drawn_watts(),
         }
+
+    def drawn_watts(self) -> float | None:
+        """Return the power drawn now, in watts."""
+        return _watts(query(pynvml.nvmlDeviceGetPowerUsage, self.handle))
 
     def pcie(self) -> dict[str, int | None]:
         """Return PCIe generation and lanes: current and maximum."""

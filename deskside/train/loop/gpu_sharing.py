@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deskside.run.directory import RunDirectory
-from deskside.train.loop.callbacks import Callback, Terminal
+from deskside.train.loop.callbacks import Callback, RunLog
 from deskside.train.nvml import NvmlDevice
 from deskside.train.objective import RowDataset
 from deskside.utils.signals import StopSignal
@@ -48,8 +48,7 @@ class GpuSharingWatch(Callback):
                 "warning: another process computes on this GPU, so this run is slower than it would be alone; "
                 "nvidia-smi shows which one"
             )
-            self._run.event(line)
-            Terminal.say(line)
+            RunLog(self._run).say(line)
         self._shared += 1
 
     @property

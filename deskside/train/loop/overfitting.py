@@ -16,7 +16,7 @@ from typing import Any
 
 from deskside.data.reading.rows import PackedDataset
 from deskside.run.directory import RunDirectory
-from deskside.train.loop.callbacks import Callback, Terminal
+from deskside.train.loop.callbacks import Callback, RunLog
 from deskside.train.objective import RowDataset
 from deskside.utils.signals import StopSignal
 
@@ -79,8 +79,7 @@ class OverfittingWatch(Callback):
                 f"{best:.4f} at step {step}, while the training loss falls; use fewer epochs, a smaller model or more "
                 f"text, or keep the best checkpoint with --checkpoint.keep_best true"
             )
-            self._run.event(line)
-            Terminal.say(line)
+            RunLog(self._run).say(line)
 
     def _add(self, row: Mapping[str, Any]) -> bool:
         """Add a row of metrics. Return True if it shows overfitting for the first time."""

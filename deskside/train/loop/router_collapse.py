@@ -10,7 +10,7 @@ from typing import Any
 
 from deskside.config.model import ModelConfig
 from deskside.run.directory import RunDirectory
-from deskside.train.loop.callbacks import Callback, Terminal
+from deskside.train.loop.callbacks import Callback, RunLog
 from deskside.train.objective import RowDataset
 from deskside.utils.signals import StopSignal
 
@@ -45,8 +45,7 @@ class RouterCollapseWatch(Callback):
             f"{self._config.num_experts} experts get more than {LARGEST_SHARE:.0%} of the choices, so the others "
             f"learn nothing; start again with {self._remedy()}"
         )
-        self._run.event(line)
-        Terminal.say(line)
+        RunLog(self._run).say(line)
 
     def _remedy(self) -> str:
         """Return an option with a value that balances more than the present one."""
