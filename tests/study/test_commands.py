@@ -131,12 +131,12 @@ def test_from_the_definition_to_the_report(
 def test_a_study_whose_trials_all_fail_says_why(
     study: Path, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Uses an attention backend that does not exist, a mistake that only shows when a trial begins."""
-    argv = ["study", "tiny.toml", "--only", "depth=one", "--compute.attention", "flash4", "--out", "x"]
+    """Uses an attention backend that needs a GPU, a mistake that only shows when a trial begins."""
+    argv = ["study", "tiny.toml", "--only", "depth=one", "--compute.attention", "cudnn", "--out", "x"]
     assert main(argv) == 1
     shown = capsys.readouterr()
     assert "refused after" in shown.err or "failed after" in shown.err
-    assert "deskside: x: no trial finished" in shown.err and "flash4" in shown.err
+    assert "deskside: x: no trial finished" in shown.err and "cudnn" in shown.err
     assert "Traceback" not in shown.err
     assert files.read(here / "x").complete
 
