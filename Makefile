@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # others when they are first imported. So compiled files must be written, whatever the environment says.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 COMPILE := $(BIN)/python -m compileall -q -j 0 -x py312
-LARGE_PACKAGES := torch transformers scipy pandas sklearn numpy
+LARGE_PACKAGES := torch transformers scipy pandas sklearn numpy sympy matplotlib networkx streamlit peft playwright
 unexport PYTHONDONTWRITEBYTECODE
 # For the shell: make expands a whole recipe before it runs the first line, when there is no environment yet.
 SITE_PACKAGES := $$($(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")

@@ -148,13 +148,13 @@ def choose_encoder(tokenizer: Tokenizer, samples: Iterable[tuple[str, str]] = ()
     samples: pairs of a name, such as the text's source, and a text. Changes the tokenizer's `encode_special_tokens`.
     """
     reference, compared = ReferenceEncoder(tokenizer), 0
-    trials = [("a difficult text", text) for text in _difficult_texts(tokenizer)]
+    difficult = [("a difficult text", text) for text in _difficult_texts(tokenizer)]
+    characters = (("a difficult text", text) for text in _texts_of_all_characters())
     try:
         fast = _Fastokens(tokenizer.to_str())
         for batch, plain in (
-            *((batch, False) for batch in _batches(trials)),
-            *((batch, True) for batch in _batches(trials)),
-            *((batch, True) for batch in _batches(samples)),
+            *((batch, False) for batch in _batches(difficult)),
+            *((batch, True) for batch in _batches(itertools.chain(difficult, characters, samples))),
         ):
             for (name, text), expected in zip(
                 batch, reference.batch([t for _, t in batch], plain), strict=True
@@ -221,7 +221,7 @@ def _batches(named: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]
 
 
 def _difficult_texts(tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield _DIFFICULT, the tokenizer's added tokens in context, random mixtures, and every kind of character."""
+    """Yield _DIFFICULT, the tokenizer's added tokens in context, and random mixtures of their characters."""
     yield from _DIFFICULT
     added = [str(token.content) for token in tokenizer.get_added_tokens_decoder().values()]
     for token in added:
@@ -231,6 +231,10 @@ def _difficult_texts(tokenizer: Tokenizer) -> Iterator[str]:
     for length in range(1, _MIXTURES + 1):
         yield "".join(generator.choices(characters, k=length))
         yield "".join(generator.choices("aB 1.\n\t'\u0301\u0915\u094d<|", k=length))
+
+
+def _texts_of_all_characters() -> Iterator[str]:
+    """Yield texts that have every kind of character, between a letter and a digit."""
     for first, last, step in _CODE_POINTS:
         found = [chr(code) for code in range(first, last + 1, step)]
         for start in range(0, len(found), _BATCH):

@@ -21,6 +21,7 @@ def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
+@pytest.mark.full
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Runs two arms: one with all options, and one that this device does not support."""
     file = tmp_path / "step.json"

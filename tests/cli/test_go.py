@@ -524,6 +524,7 @@ def test_two_processes_train_and_one_goes_on(here: Path, data: Path) -> None:
     assert [row["step"] for row in rows(run)] == list(range(1, len(rows(run)) + 1))
 
 
+@pytest.mark.full
 def test_ctrl_c_before_the_processes_train_is_one_line(here: Path, data: Path) -> None:
     """It comes while they import torch."""
     run, log = here / "runs" / "tiny", here / "log"

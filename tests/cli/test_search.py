@@ -98,6 +98,7 @@ def test_a_search_is_continued_with_its_own_preset_only(argv: list[str], code: i
     assert main(["search", *argv, "--dry-run"]) == code
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_the_search_and_a_resume_continues_its_trial(here: Path, data: Path) -> None:
     (here / "tiny.toml").write_text(tiny_run.SMALLEST_PRESET)
     log, search = here / "log", here / "searches" / "tiny"

@@ -69,7 +69,7 @@ def tokenizers() -> dict[str, Tokenizer]:
 @pytest.mark.parametrize("name", NAMES)
 def test_published_kinds_of_tokenizers_are_encoded_fast(name: str, tokenizers: dict[str, Tokenizer]) -> None:
     info = choose_encoder(tokenizers[name], [("a text", text) for text in TEXTS])
-    assert (info.library, info.reason) == ("fastokens", "") and info.compared_bytes > 200_000
+    assert (info.library, info.reason) == ("fastokens", "") and info.compared_bytes > 150_000
     assert still_valid(info) == info
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,24 +25,22 @@ READ = """
 import json, sys, types
 for name in ("megatron", "megatron.core", "megatron.core.datasets"):
     sys.modules[name] = types.ModuleType(name)
-    sys.modules[name].__path__ = [f"{sys.argv[2]}/{name.replace('.', '/')}"]
+    sys.modules[name].__path__ = [f"{sys.argv[1]}/{name.replace('.', '/')}"]
 import megatron.core.parallel_state  # before utils, which imports it in turn
 from megatron.core.datasets.indexed_dataset import IndexedDataset
-dataset = IndexedDataset(sys.argv[1])
-print(json.dumps([[part.tolist() for part in dataset], dataset.document_indices.tolist(), str(dataset.index.dtype)]))
+for prefix in sys.argv[2:]:
+    data = IndexedDataset(prefix)
+    print(json.dumps([[part.tolist() for part in data], data.document_indices.tolist(), str(data.index.dtype)]))
 """
 TEXTS = [f"Document {number} says: {'la ' * (number % 7)}end." for number in range(300)]
 
 
-def read(prefix: Path) -> tuple[list[list[int]], list[int], str]:
-    """Return what megatron-core reads: the sequences, the table of documents, and the type."""
-    folder = oracle("megatron_core")
-    done = subprocess.run(
-        [sys.executable, "-c", READ, str(prefix), str(folder)], capture_output=True, text=True
-    )
+def read(*prefixes: Path) -> list[list[Any]]:
+    """Return what megatron-core reads of each data set: the sequences, the table of documents, and the type."""
+    command = [sys.executable, "-c", READ, str(oracle("megatron_core")), *map(str, prefixes)]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    sequences, documents, dtype = json.loads(done.stdout.splitlines()[-1])
-    return sequences, documents, dtype
+    return [json.loads(line) for line in done.stdout.splitlines()[-len(prefixes) :]]
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +58,8 @@ def test_megatron_reads_the_same_documents(prepared: Path, tmp_path: Path) -> No
     written = megatron.convert(prepared, tmp_path)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     texts = []
-    for split, (count, tokens) in written.items():
-        sequences, documents, dtype = read(tmp_path / split)
+    found = read(*(tmp_path / split for split in written))
+    for (count, tokens), (sequences, documents, dtype) in zip(written.values(), found, strict=True):
         assert dtype == "<class 'numpy.uint16'>" and documents == list(range(count + 1))
         assert sum(map(len, sequences)) == tokens
         for sequence in sequences:
@@ -84,7 +83,7 @@ def test_a_large_vocabulary_has_the_type_that_megatron_knows(tmp_path: Path) -> 
     publish(tmp_path, info)
     assert megatron.convert_split(tmp_path, "uint32", SplitInfo.of([info]), tmp_path / "train") == (4, 10)
     expected = [[70000, 1, 0], [2, 0], [0], [3, 69999, 4, 0]]
-    assert read(tmp_path / "train") == (expected, [0, 1, 2, 3, 4], "<class 'numpy.int32'>")
+    assert read(tmp_path / "train") == [[expected, [0, 1, 2, 3, 4], "<class 'numpy.int32'>"]]
 
 
 def test_nothing_is_overwritten_and_bad_input_is_one_line(

@@ -142,6 +142,7 @@ def test_the_parent_imports_no_torch() -> None:
     assert done.stdout.strip() == "False"
 
 
+@pytest.mark.full
 def test_quick_look_at_this_machine_in_a_terminal_of_80_columns() -> None:
     main, side = pty.openpty()
     ioctl(side, TIOCSWINSZ, struct.pack("HHHH", 50, COLUMNS, 0, 0))

@@ -56,7 +56,7 @@ def probability(model: Transformer, prompt: list[int], text: tuple[int, ...], sa
 def test_sequences_have_the_models_distribution(sampling: Sampling, drafts: int) -> None:
     model = make(**TINY)
     draft = make_draft(model, 0.3)
-    prompt, n = [1, 3], 6_000
+    prompt, n = [1, 3], 3_000
     engine = Engine(model, max_batch=500, max_tokens=10_000, draft=Draft(draft, drafts), page_size=4)
     (answers,) = engine.run([Request(tuple(prompt), NEW, sampling, seed=11, samples=n)])
     found: dict[tuple[int, ...], int] = {}

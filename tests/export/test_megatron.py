@@ -82,6 +82,7 @@ def test_the_layouts_are_inverse(case: dict[str, Any], tmp_path: Path) -> None:
     assert all(torch.equal(back[name], tensors[name]) for name in back)
 
 
+@pytest.mark.full
 def test_megatron_computes_the_same(tmp_path: Path) -> None:
     folder = oracle("megatron_core")
     ids = torch.randint(0, 512, (2, 24), generator=torch.Generator().manual_seed(0))

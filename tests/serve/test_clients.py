@@ -35,6 +35,7 @@ def expected(base: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.full
 def test_langchain(base: str, expected: dict[str, Any]) -> None:
     from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 
@@ -56,6 +57,7 @@ def test_langchain(base: str, expected: dict[str, Any]) -> None:
         assert vector == pytest.approx(given, abs=1e-6)
 
 
+@pytest.mark.full
 def test_litellm(base: str, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would download a price list
     import litellm

@@ -83,6 +83,7 @@ def test_langchain_tools(chain: "ChatOpenAI") -> None:
     assert isinstance(after, AIMessage)
 
 
+@pytest.mark.full
 def test_litellm_structured_output_and_tools(base: str) -> None:
     import litellm
 

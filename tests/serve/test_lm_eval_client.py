@@ -126,7 +126,7 @@ def differing(
     "config",
     [
         CHOICE,
-        GENERATED,
+        pytest.param(GENERATED, marks=pytest.mark.full),
         pytest.param(LIKELIHOOD, marks=pytest.mark.full),
         pytest.param(ROLLING, marks=pytest.mark.full),
     ],
