@@ -18,13 +18,14 @@ from deskside.config import merge, presets
 from deskside.config.duration import parse_hours
 from deskside.config.run import RunConfig
 from deskside.pipeline.state_schema import MAX_HOURS
+from deskside.run.record import flatten
 from deskside.study.forecast import LocalMachine, forecast, local_machine
 from deskside.study.search.memory_check import MemoryCheck, memory_check
 from deskside.study.search.outcome import Outcome
 from deskside.study.search.proxy import choose_proxy
 from deskside.study.search.search_budget import Division, divide
 from deskside.study.search.search_folder import RESULT, WINNER, SearchFolder, SearchPlan, length_layer
-from deskside.study.search.space import dimensions
+from deskside.study.search.space import DEPTH, dimensions
 from deskside.study.search.suggestions import Sampler, import_optuna
 from deskside.study.spec.expand import PlannedArm
 from deskside.study.spec.parse_spec import check_seeds
@@ -223,6 +224,14 @@ def _new_plan(
         raise UsageError(
             "optim.scale: false does not carry settings over from a smaller model; set it to true, or give --proxy none"
         )
+    space = dimensions(options.over, small)
+    # The batch is searched relative to its default; another size of the smaller model says nothing about the target's.
+    sizes = flatten(proxy.layer).keys() - {"batch.tokens"}
+    if absolute := next((one.key for one in space if one.key in sizes), None):
+        raise UsageError(
+            f"--over {absolute}: does not carry over from the smaller model of the trials; search {DEPTH}, or give "
+            f"--proxy none"
+        )
     plan = SearchPlan(
         name=folder.path.name,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -231,7 +240,7 @@ def _new_plan(
         base=base,
         given=given,
         layers=layers,
-        space=dimensions(options.over, small),
+        space=space,
         proxy=proxy,
         target_seconds=division.target_seconds,
         trial_seconds=division.trial_seconds,
