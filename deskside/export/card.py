@@ -13,7 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from deskside import __version__
 from deskside.data.chat.renderer import read_chat_template
 from deskside.run.lineage import FROM_SCRATCH, RunStage, Warn, stages
-from deskside.run.record import mapping, number
+from deskside.run.record import first_number, mapping, number
 from deskside.utils import hub
 from deskside.utils.errors import UsageError
 from deskside.utils.format import count, duration
@@ -45,7 +45,8 @@ def model_card(
     continued = bool(history) and history[0].started_from not in (None, FROM_SCRATCH)
     base = history[0].hub_base if history else hub.owner_and_name(loaded.source)
     tags = [(source.lang, source.tokens) for stage in history for source in stage.sources]
-    last = number(history[-1].summary.get("steps")) if history else None
+    summary = history[-1].summary if history else {}
+    measured = first_number(summary, "best_step", "steps")  # the step whose weights were measured
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         undefined=StrictUndefined,
@@ -76,7 +77,9 @@ def model_card(
         facts=_facts,
         measures=_measures(history[-1]) if history else [],
         # Only if the measured weights are not the exported ones.
-        measured_step=int(last) if last is not None and loaded.step not in (None, int(last)) else None,
+        measured_step=int(measured)
+        if measured is not None and loaded.step not in (None, int(measured))
+        else None,
         table=_table,
     )
 

@@ -199,6 +199,8 @@ def test_an_earlier_checkpoint_is_not_credited_with_the_last_ones_numbers(
     run = copy(made, tmp_path)
     write(run, "summary.json", {**SUMMARY, "steps": 30})
     assert "Measured at step 30, these weights are of step 20." in card(run)
+    write(run, "summary.json", {**SUMMARY, "steps": 30, "best_step": 20})  # the run ended with these weights
+    assert "Measured at step" not in card(run)
 
 
 def test_bundled_texts_come_with_their_licence(made: MadeRun, tmp_path: Path) -> None:
