@@ -80,8 +80,15 @@ def model_card(
         measured_step=int(measured)
         if measured is not None and loaded.step not in (None, int(measured))
         else None,
+        measured_average=loaded.weights == "raw" and _ends_with_average(summary),
         table=_table,
     )
+
+
+def _ends_with_average(summary: dict[str, Any]) -> bool:
+    """Return True if the final weights of a run, which were evaluated, have an average over steps in them."""
+    average = mapping(summary.get("average"))
+    return bool(number(average.get("updates")) and number(average.get("blend")))
 
 
 def _untagged(tags: Sequence[tuple[str, int]]) -> float:

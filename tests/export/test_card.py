@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import yaml
@@ -201,6 +201,20 @@ def test_an_earlier_checkpoint_is_not_credited_with_the_last_ones_numbers(
     assert "Measured at step 30, these weights are of step 20." in card(run)
     write(run, "summary.json", {**SUMMARY, "steps": 30, "best_step": 20})  # the run ended with these weights
     assert "Measured at step" not in card(run)
+
+
+@pytest.mark.parametrize(
+    ("weights", "updates", "blend", "other"),
+    [("raw", 5, 0.4, True), (None, 5, 0.4, False), ("raw", 5, 0.0, False), ("raw", 0, 1.0, False)],
+)
+def test_weights_of_the_last_step_are_not_credited_with_the_average_s_numbers(
+    weights: Literal["raw"] | None, updates: int, blend: float, other: bool, made: MadeRun, tmp_path: Path
+) -> None:
+    run = copy(made, tmp_path)
+    average = {"name": "ema", "updates": updates, "blend": blend, "by_blend": []}
+    write(run, "summary.json", {**SUMMARY, "average": average})
+    text = model_card(load_model(run, weights=weights), "hf", "float32", print)
+    assert ("Measured with an average" in text) == other
 
 
 def test_bundled_texts_come_with_their_licence(made: MadeRun, tmp_path: Path) -> None:
