@@ -206,6 +206,8 @@ def _check_supported(folder: Path, source: dict[str, Any]) -> None:
         "scaled rotary embeddings": source["rope_parameters"].get("rope_type", "default") != "default",
         "attention windows": bool(source.get("use_sliding_window")),
         "biases": bool(source.get("attention_bias") or source.get("mlp_bias")),
+        f"the activation {source['hidden_act']}": source["hidden_act"] != "silu",
+        "a fractional rope_theta": source["rope_theta"] % 1 != 0,  # --rotary-base is a whole number
     }
     if found := [name for name, is_used in unsupported.items() if is_used]:
         raise UsageError(f"{folder}: has {' and '.join(found)}, which are not converted")

@@ -114,14 +114,19 @@ def test_megatron_computes_the_same(tmp_path: Path) -> None:
     [
         GEMMA2,
         {"qk_norm": False, "attention_bias": True},
+        {"hidden_act": "gelu_new"},
+        {"rope_theta": 10000.5},
         {"rope_scaling": {"factor": 8.0, "original_max_position_embeddings": 8}},
         {"num_hidden_layers": 4, "sliding_window": 5, "window_pattern": "SL"},
         {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     ],
 )
-def test_what_is_not_converted_is_refused(case: dict[str, Any], tmp_path: Path) -> None:
+def test_what_is_not_converted_is_refused(
+    case: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = write(tmp_path, case)
     assert megatron.main([str(folder), "--out", str(tmp_path / "out")]) == 2
+    assert "pip install" not in capsys.readouterr().err  # megatron-core is not needed for that
     assert not (tmp_path / "out").exists()
 
 
