@@ -93,8 +93,8 @@ def save_hf(
     """Write config.json, generation_config.json, model.safetensors, the tokenizer's files and deskside.json.
 
     The directory is written under a temporary name and renamed when it is complete; it may replace an earlier export.
-    Raises UsageError as `to_hf` and `check_out_dir` do and for an unsuitable tokenizer, and RunError for a damaged one
-    or a full disk.
+    Raises UsageError as `to_hf` and `check_out_dir` do and for an unsuitable tokenizer, and RunError for a damaged one,
+    for weights beyond float16 or a full disk.
 
     Args:
         tokenizer_path: A tokenizer.json, or a directory with one (and its chat template and settings), or None.
@@ -102,6 +102,8 @@ def save_hf(
         card: Content of README.md.
     """
     hf_config, state = to_hf(model, config)
+    if dtype == torch.float16:
+        _check_float16(state)
     size = sum(tensor.numel() for tensor in state.values()) * dtype.itemsize
     generation: dict[str, Any] = {"do_sample": True, "temperature": 1.0}
     with replaced_when_complete(out_dir, size) as folder:
@@ -120,6 +122,14 @@ def save_hf(
         write_safetensors(tensors, folder / "model.safetensors", out_dir)
         finish_export(folder, about, card)
     return out_dir
+
+
+def _check_float16(tensors: Mapping[str, Tensor]) -> None:
+    """Raise RunError for a weight that would become infinite."""
+    for name, tensor in tensors.items():
+        largest = float(tensor.abs().max()) if tensor.numel() else 0.0
+        if largest > torch.finfo(torch.float16).max and not name.endswith(ROUTER_BIAS):
+            raise RunError(f"{name}: {largest:.3g} is beyond float16; use --dtype bfloat16 or float32")
 
 
 def write_safetensors(tensors: dict[str, Tensor], file: Path, out_dir: Path) -> None:

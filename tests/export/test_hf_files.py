@@ -402,3 +402,13 @@ def test_dtype_of_the_file(tmp_path: Path) -> None:
     assert {t.dtype for t in load_file(tmp_path / "hf" / "model.safetensors").values()} == {torch.bfloat16}
     _, loaded = load_hf(tmp_path / "hf")
     assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+
+
+def test_weights_beyond_float16_are_refused(tmp_path: Path) -> None:
+    model = random_model()
+    with torch.no_grad():
+        model.embed.weight[3, 4] = -7e4
+    with pytest.raises(RunError, match="is beyond float16"):
+        save_hf(model, model.config, None, tmp_path / "hf", torch.float16)
+    assert not list(tmp_path.iterdir())
+    save_hf(model, model.config, None, tmp_path / "hf", torch.bfloat16)
