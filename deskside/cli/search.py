@@ -13,7 +13,7 @@ import deskside
 from deskside.cli.options import Command, option
 from deskside.cli.output import print_json
 from deskside.cli.shared_options import MINUTES, JsonOption
-from deskside.cli.study import DEVICES_HELP, EXECUTOR_HELP, ExecutorName, executor_option, make_executor
+from deskside.cli.study import DEVICES_HELP, EXECUTOR_HELP, ExecutorName, executor_options, make_executor
 from deskside.config import merge, presets
 from deskside.config.duration import parse_hours
 from deskside.config.run import RunConfig
@@ -304,7 +304,8 @@ def _run(folder: SearchFolder, plan: SearchPlan, check: MemoryCheck, options: Se
     from deskside.study.search.conduct import conduct
 
     executor = make_executor(options.executor, options.devices, {plan.trial().compute.device})
-    resume = f"deskside search {shlex.quote(str(folder.path))} --resume{executor_option(options.executor)}"
+    resume = f"deskside search {shlex.quote(str(folder.path))} --resume"
+    resume += executor_options(options.executor, options.devices)
     try:
         outcome, stopped = conduct(folder, plan, executor, check)
     except KeyboardInterrupt as error:

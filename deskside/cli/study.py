@@ -242,9 +242,10 @@ def make_executor(name: ExecutorName, devices: str | None, kinds: Collection[str
     return RayExecutor(kinds)
 
 
-def executor_option(name: ExecutorName) -> str:
+def executor_options(name: ExecutorName, devices: str | None) -> str:
     """Return what a command for continuing needs to run its trials in the same place."""
-    return "" if name == "local" else f" --executor {name}"
+    executor = "" if name == "local" else f" --executor {name}"
+    return executor if devices is None else f"{executor} --devices {shlex.quote(devices)}"
 
 
 def _show_remaining(folder: StudyFolder, plan: StudyPlan, options: StudyOptions, again: list[str]) -> None:
@@ -302,7 +303,9 @@ def _run(
     if definition is not None:
         prepare_all(plan.arms, say)
         folder.create(plan, definition)
-    resume = f"deskside study {shlex.quote(str(folder.path))} --resume{executor_option(options.executor)}"
+    resume = f"deskside study {shlex.quote(str(folder.path))} --resume"
+    resume += executor_options(options.executor, options.devices)
+    resume += " --keep-models" if options.keep_models else ""
     with folder.lock(say) as lock:
         if definition is None:
             folder.write(plan)
@@ -342,7 +345,7 @@ def _run(
             }
         )
     elif page is not None:
-        _print_outcome(folder, results, page)
+        _print_outcome(folder, results, page, resume)
     if stopped is not None:
         say(f"stopped by {stopped}; continue with: {resume}")
         return exit_code(stopped)
@@ -357,14 +360,15 @@ def _counts(results: Results) -> dict[str, int]:
     return dict(Counter(trial.status for arm in results.arms for trial in arm.trials))
 
 
-def _print_outcome(folder: StudyFolder, results: Results, page: Path) -> None:
+def _print_outcome(folder: StudyFolder, results: Results, page: Path, resume: str) -> None:
+    """Print the outcome and what to do next. resume: the command that continues the study."""
     from deskside.cli.answer import print_answer
     from deskside.study.narrative.cautions import cautions
     from deskside.study.narrative.outcome_table import print_outcome
     from deskside.study.stats.languages import read_records
     from deskside.utils.printer import Printer
 
-    printer, path = Printer(), shlex.quote(str(folder.path))
+    printer = Printer()
     print_outcome(results, printer)
     for caution in cautions(results, read_records(results, folder.path)):
         printer.text(caution, "attention", hanging=2)
@@ -376,6 +380,6 @@ def _print_outcome(folder: StudyFolder, results: Results, page: Path) -> None:
     answer = ", ".join(f"{number} {status}" for status, number in counts.items())
     commands = [f"dashboard {shlex.quote(str(folder.path.parent))}"]
     if failed := [status for status in counts if status in FINAL and status != "finished"]:
-        commands.append(f"study {path} --resume --again {','.join(failed)}")
+        commands.append(f"{resume.removeprefix('deskside ')} --again {','.join(failed)}")
     files = {"results": folder.path / RESULTS, "report": page}
     print_answer(printer, f"{plural(sum(counts.values()), 'trial')}: {answer}.", files, *commands)

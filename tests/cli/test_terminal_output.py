@@ -72,7 +72,10 @@ def show_probe() -> None:
 
 def show_study() -> None:
     study_command._print_outcome(
-        StudyFolder(Path("st")), compare(made_results(seeds=3)), Path("st/report.html")
+        StudyFolder(Path("st")),
+        compare(made_results(seeds=3)),
+        Path("st/report.html"),
+        "deskside study st --resume",
     )
 
 

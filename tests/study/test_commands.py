@@ -13,6 +13,7 @@ import pytest
 
 from deskside.cli.main import main
 from deskside.study import results as files
+from deskside.study.execute.devices import Device
 from deskside.study.execute.journal import FILE, replay_file
 from deskside.study.execute.runner import Runner
 from deskside.study.execute.study_folder import StudyFolder
@@ -154,6 +155,24 @@ def test_a_full_disk_is_one_line_that_says_how_to_go_on(
     assert main(["study", "s", "--resume"]) == 1
     last = capsys.readouterr().err.splitlines()[-1]
     assert "No space left on device" in last and last.endswith("deskside study s --resume")
+
+
+@pytest.mark.usefixtures("no_report")
+def test_the_commands_that_continue_keep_the_models_and_the_gpus(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deskside.cli.study.choose", lambda devices, kinds: [Device("cpu")])
+    monkeypatch.setattr("deskside.study.execute.runner.prepare_all", lambda arms, say: None)
+    folder = tiny_study.begin(here / "s")
+    argv = ["study", "s", "--resume", "--devices", "1", "--keep-models"]
+    runner = tiny_study.runner(folder, depth_two__tied_no__s1="memory")
+    runner.run(runner.remaining())
+    monkeypatch.setattr(Runner, "run", lambda runner, trials: "SIGTERM")
+    assert main(argv) == 143
+    assert capsys.readouterr().err.endswith(f"deskside {' '.join(argv)}\n")
+    monkeypatch.setattr(Runner, "run", lambda runner, trials: None)
+    assert main(argv) == 0
+    assert f"deskside {' '.join(argv)} --again oom" in capsys.readouterr().out
 
 
 def test_a_recorded_study_takes_no_other_options(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -48,7 +48,9 @@ def test_every_arm_within_80_columns(seeds: int) -> None:
 
 def test_a_study_ends_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = compare(made(seeds=3))
-    study_command._print_outcome(StudyFolder(tmp_path), results, tmp_path / "report.html")
+    study_command._print_outcome(
+        StudyFolder(tmp_path), results, tmp_path / "report.html", "deskside study x --resume"
+    )
     out = capsys.readouterr().out
     assert "lowest validation loss" in out and "no difference shown" in out
     assert out.index("shown: worse") < out.index("results  ")
@@ -56,7 +58,9 @@ def test_a_study_ends_with_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_it_says_what_overfits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = write(tmp_path, bits_per_byte(2), RISING, mixture_epochs={"gu": 9.0})
-    study_command._print_outcome(StudyFolder(tmp_path), results, tmp_path / "report.html")
+    study_command._print_outcome(
+        StudyFolder(tmp_path), results, tmp_path / "report.html", "deskside study x --resume"
+    )
     out = capsys.readouterr().out
     assert (
         out.index("lowest validation loss")
