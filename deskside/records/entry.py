@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deskside.config.duration import Duration
-from deskside.facts.records import MINUTES, LossRecord, corpora, parse_corpora, parse_records
+from deskside.facts.records import FILE, MINUTES, LossRecord, corpora, parse_corpora, parse_records
 from deskside.records.score import ScoredRun, check_corpus, score_run
 from deskside.run.record import RunRecord, mapping, text
 from deskside.utils.errors import UsageError
@@ -85,15 +85,18 @@ def record_of_runs(
 def append_record(record: LossRecord, file: Path) -> None:
     """Append a record to a file in the format of `records.toml`. Raises UsageError if the result would not be valid."""
     try:
-        content = file.read_text("utf-8")
-        changed = f"{content.rstrip()}\n\n{as_toml(record)}"
+        changed = file.read_bytes().rstrip() + f"\n\n{as_toml(record)}".encode()
         table = toml_table(changed)
-    except FileNotFoundError:
-        raise UsageError(f"{file}: does not exist; give the records.toml of a checkout with --file") from None
+        parse_corpora(table)
+        parse_records(table)
+    except OSError as error:
+        raise UsageError(
+            f"{file}: {error.strerror}; give the records.toml of a checkout with --file"
+        ) from None
     except Unreadable as error:
         raise UsageError(f"{file}: not valid TOML: {error}") from None
-    parse_corpora(table)
-    parse_records(table)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{file}: is no {FILE} ({error}); give that of a checkout with --file") from None
     write_atomically(file, changed)
 
 

@@ -284,6 +284,16 @@ def test_runs_of_two_commands(
     assert _add(made, shown, on_h200[:1]) == 2
 
 
+@pytest.mark.parametrize("content", [None, b"# \xe9\n", b"x = 1\n", b"[corpus.a]\nx = 1\n", b"corpus = 1\n"])
+def test_what_is_no_file_of_records_is_refused(content: bytes | None, tmp_path: Path) -> None:
+    file = tmp_path / "records.toml"
+    if content is not None:  # else a folder is given
+        file.write_bytes(content)
+    with pytest.raises(UsageError):
+        entry.append_record(table.records()[0], tmp_path if content is None else file)
+    assert content is None or file.read_bytes() == content
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_stopped_replay_continues(made: Made, tmp_path: Path, number: signal.Signals) -> None:
