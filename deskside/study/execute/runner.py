@@ -19,6 +19,7 @@ from pathlib import Path
 from deskside.data.corpus.prepare_sources import prepare_sources
 from deskside.data.reading.index_file import is_prepared
 from deskside.run.directory import RunDirectory
+from deskside.run.record import read_object
 from deskside.study.execute import results_io
 from deskside.study.execute.check_arm import check_arm
 from deskside.study.execute.devices import Device
@@ -33,6 +34,7 @@ from deskside.study.execute.trial_process import (
     STOPPED,
     TrialEnd,
     TrialJob,
+    outcome_of_summary,
     read_outcome,
 )
 from deskside.study.execute.trial_queue import ArmAndSeed, TrialList, TrialQueue
@@ -102,7 +104,8 @@ class Runner:
                 if status in FINAL:
                     self.journal.ended(arm.id, seed, status, reason, None)
                 elif (run / "summary.json").exists():
-                    self.journal.ended(arm.id, seed, "finished", "", None)
+                    status, reason = outcome_of_summary(read_object(run / "summary.json")[0])
+                    self.journal.ended(arm.id, seed, status, reason, None)
                 elif history.status == "running":
                     self.journal.ended(
                         arm.id, seed, "pending", "the study was killed while the trial ran", None

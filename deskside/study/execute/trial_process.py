@@ -23,6 +23,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from deskside.run.record import number
+from deskside.study.results import Status
 from deskside.train.preflight import set_cublas_workspace
 from deskside.utils.child_process import is_out_of_memory
 from deskside.utils.errors import RunError, UsageError, chain_of, first_line
@@ -235,8 +237,12 @@ def train(job: TrialJob) -> tuple[str, str]:
         outcome = training_run.start(config, RunDirectory(run), job.command)
     if outcome.status != "finished":
         return STOPPED, f"stopped by {outcome.status}"
-    bpb = outcome.summary["val_bpb"]
-    if not abs(bpb) < float("inf"):
+    return outcome_of_summary(outcome.summary)
+
+
+def outcome_of_summary(summary: Mapping[str, Any]) -> tuple[Status, str]:
+    """Return (status, reason) of a run with this summary, in which a loss that is not finite may be None."""
+    if number(summary.get("val_bpb", 0.0)) is None:
         return "diverged", "the validation loss at the end is not finite"
     return "finished", ""
 

@@ -183,6 +183,14 @@ def test_a_run_that_a_person_has_resumed_by_hand_is_done(folder: StudyFolder) ->
     assert trials(runner.write_results())[f"{ARMS[0]}-s1"].metrics["val_bpb"] == 1.25
 
 
+def test_a_run_that_ended_unnoticed_without_a_finite_loss_has_diverged(folder: StudyFolder) -> None:
+    run = folder.run(ARMS[0], 1)
+    (run / "checkpoints").mkdir(parents=True)
+    StudyJournal(folder.path).started(ARMS[0], 1, "cpu", 1, False)
+    (run / "summary.json").write_text('{"val_bpb": null}')  # NaN
+    assert tiny_study.runner(folder).journal.history(ARMS[0], 1).status == "diverged"
+
+
 def test_results_are_there_while_the_study_runs(folder: StudyFolder) -> None:
     seen: list[set[str]] = []
     runner = tiny_study.runner(folder, devices=2)
