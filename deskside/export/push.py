@@ -1,6 +1,7 @@
 """Upload of an export to the Hugging Face hub, through huggingface_hub."""
 
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,10 @@ def push(folder: Path, name: str, public: bool) -> str:
             commit_message="Upload of deskside export",
         )
     except (OSError, ValueError, HTTPError) as error:
+        command = f"hf upload {name} {shlex.quote(str(folder))} --exclude {EXPORT_MANIFEST}"
+        command += "" if public else " --private"
         raise RunError(
-            f"--push {name}: {_why(error)}; the export is complete in {folder}, and this uploads it: "
-            f"hf upload {name} {folder}"
+            f"--push {name}: {_why(error)}; the export is complete in {folder}, and this uploads it: {command}"
         ) from None
     return str(url)
 

@@ -234,7 +234,8 @@ def test_push(server: FakeHub, published: Path, monkeypatch: pytest.MonkeyPatch,
         load_model(published).model(torch.arange(20)[None]),
     )
     server.broken = 403
-    with pytest.raises(RunError, match="complete in"):
-        push(published, "me/model", public=False)
+    for public, options in ((False, "--exclude deskside.json --private"), (True, "--exclude deskside.json")):
+        with pytest.raises(RunError, match=f"complete in .*: hf upload me/model .* {options}$"):
+            push(published, "me/model", public)
     with pytest.raises(UsageError):
         check_push("no-owner")
