@@ -1,6 +1,7 @@
 """The work of `deskside export`, apart from its options, which are parsed without torch."""
 
 import errno
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from deskside.cli.export_options import ExportOptions
 from deskside.cli.output import print_json
 from deskside.data.tokenizer import GGUF_PRE_TOKENIZER
 from deskside.export.card import model_card
-from deskside.export.gguf import TYPE_NAMES, check_gguf, gguf_name, save_gguf
+from deskside.export.gguf import TYPE_NAMES, check_gguf, gguf_name, plain_name, save_gguf
 from deskside.export.gguf_quantize import BLOCK, QUANTIZED, check_quantizer
 from deskside.export.gguf_tokenizer import gguf_tokenizer
 from deskside.export.ollama import MODELFILE, modelfile
@@ -123,8 +124,8 @@ def _gguf(options: ExportOptions, loaded: Loaded, out: Path, provenance: dict[st
             f"{len(saved.fallback)} tensors are in {kind}, such as {saved.fallback[0]}: {options.dtype} has blocks of "
             f"{size} values, and their row lengths are not multiples of {size}"
         )
-    say(f"load it with: llama-server -m {saved.file}" + (f" ({needs})" if needs else ""))
-    say(f"or: ollama create {loaded.name.lower()} -f {out / MODELFILE}")
+    say(f"load it with: llama-server -m {shlex.quote(str(saved.file))}" + (f" ({needs})" if needs else ""))
+    say(f"or: ollama create {plain_name(loaded.name).lower()} -f {shlex.quote(str(out / MODELFILE))}")
     if not has_template:
         say(
             f"{MODELFILE}: has no TEMPLATE, because the chat template is more than fixed texts around messages; Ollama "
@@ -143,6 +144,9 @@ def _peft(options: ExportOptions, loaded: Loaded, out: Path, provenance: dict[st
     save_peft(run.model, run.adapter, run.init, out, {**provenance, "step": run.step}, card)
     base = run.init or "its base model"
     if run.init is not None and is_peft(Path(run.init)):
-        base = f"BASE of: deskside export {run.init} --out BASE, since PEFT does not merge the adapters of a base"
+        source = shlex.quote(run.init)
+        base = (
+            f"BASE of: deskside export {source} --out BASE, since PEFT does not merge the adapters of a base"
+        )
     say(f"load it with: PeftModel.from_pretrained(base, {str(out)!r}), where base is {base}")
     return {}

@@ -206,7 +206,12 @@ def save_gguf(
 
 def gguf_name(name: str, dtype: GgufType) -> str:
     """Return the file name for a model, such as my-model-Q8_0.gguf."""
-    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name).strip('-.') or 'model'}-{TYPE_NAMES[dtype]}.gguf"
+    return f"{plain_name(name)}-{TYPE_NAMES[dtype]}.gguf"
+
+
+def plain_name(name: str) -> str:
+    """Return the name of a model with only characters that file names, and models in Ollama, may have."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"
 
 
 def _package() -> Any:

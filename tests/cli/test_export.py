@@ -3,6 +3,8 @@
 import json
 import re
 import resource
+import shlex
+import shutil
 import sys
 from pathlib import Path
 
@@ -82,6 +84,24 @@ def test_q8_0_reports_tensors_in_float16(
     # A new export replaces only files that the program itself has written.
     assert run_export([str(made.path), "--to", "gguf", "--out", str(out)]) == 0
     assert names(out) == ["Modelfile", "README.md", "deskside.json", "small-F32.gguf"]
+
+
+def test_the_commands_for_a_gguf_file_can_be_pasted(
+    made: MadeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, run = tmp_path / "my models", tmp_path / "run"
+    shutil.copytree(made.path, run)
+    content = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**content, "name": "My Run"}))
+    assert run_export([str(run), "--to", "gguf", "--out", str(out)]) == 0
+    shown = " ".join(capsys.readouterr().err.split())
+    assert shlex.split(shown[shown.index("llama-server") :])[:3] == [
+        "llama-server",
+        "-m",
+        str(out / "My-Run-F32.gguf"),
+    ]
+    words = shlex.split(shown[shown.index("ollama create") :])
+    assert words == ["ollama", "create", "my-run", "-f", str(out / "Modelfile")]
 
 
 def test_an_edited_model_card_is_not_overwritten(made: MadeRun, tmp_path: Path) -> None:
