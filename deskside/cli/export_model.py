@@ -139,7 +139,7 @@ def _peft(options: ExportOptions, loaded: Loaded, out: Path, provenance: dict[st
         raise UsageError(
             f"{options.model}: is not a run, and --to peft writes the adapters of a run; use --to hf"
         )
-    run = load_adapted_run(loaded.run_dir, say, weights=options.weights)
+    run = load_adapted_run(loaded.run_dir, say, weights=options.weights, step=loaded.step)
     card = model_card(loaded, "peft", "float32", say, where=options.push)
     save_peft(run.model, run.adapter, run.init, out, {**provenance, "step": run.step}, card)
     base = run.init or "its base model"

@@ -85,8 +85,11 @@ def load_adapted_run(
     warn: Callable[[str], None],
     device: torch.device | str = "cpu",
     weights: Weights | None = None,
+    step: int | None = None,
 ) -> AdaptedRun:
-    """Load the newest good checkpoint of a run with adapters, with its base. weights: as in `load_model`.
+    """Load the newest good checkpoint of a run with adapters, with its base.
+
+    weights: as in `load_model`. step: that of the checkpoint to load instead, which is a good one.
 
     Raises UsageError for a run without adapters or checkpoints, and RunError if run.json, the base or all checkpoints
     are damaged.
@@ -96,9 +99,14 @@ def load_adapted_run(
     if config.adapter is None:
         raise UsageError(f"{run_dir}: was trained without adapters; train with them: --adapter.rank 16")
     checkpoints = run_dir / "checkpoints"
-    newest = newest_readable(
-        checkpoints, lambda checkpoint: load_adapted_model(run_dir, checkpoint, config, device, weights), warn
-    )
+
+    def read(checkpoint: Checkpoint) -> Transformer:
+        return load_adapted_model(run_dir, checkpoint, config, device, weights)
+
+    if step is None:
+        newest = newest_readable(checkpoints, read, warn)
+    else:
+        newest = next(((each, read(each)) for each in find(checkpoints) if each.step == step), None)
     if newest is None:
         if found := find(checkpoints):
             raise RunError(f"{run_dir}: all {len(found)} checkpoints are damaged; restore one of them")

@@ -17,10 +17,12 @@ from transformers import AutoModelForCausalLM
 from deskside.cli.export import run as run_export
 from deskside.config.model import ModelConfig
 from deskside.config.sections import AdapterConfig
+from deskside.export.peft import to_peft
 from deskside.model.init import InitOptions, initialize
 from deskside.model.transformer import Transformer
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights import frozen_base
+from deskside.weights.checkpoint_folder import folder_name
 from deskside.weights.hf import save_hf
 from tests.export.adapted import TINY, trained
 from tests.serve.made_run import MadeRun, make
@@ -145,6 +147,24 @@ def test_export_of_a_run_with_adapters(tmp_path: Path, capsys: pytest.CaptureFix
     tokens = torch.arange(20)[None]
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, model(tokens), atol=2e-3, rtol=2e-3)
+
+
+def test_the_adapters_are_those_of_the_checkpoint_that_was_named(tmp_path: Path) -> None:
+    run, expected = tmp_path / "run", {}
+    run.mkdir()
+    for step in (7, 9):
+        model, options = trained()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter *= step if parameter.requires_grad else 1
+        write_run(run, model, {}, (step,))
+        expected[step] = to_peft(model, options, None)[1]
+    for step in expected:
+        named, out = run / "checkpoints" / folder_name(step), tmp_path / str(step)
+        assert run_export([str(named), "--to", "peft", "--out", str(out)]) == 0
+        found = load_file(out / "adapter_model.safetensors")
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected[step].items())
+        assert json.loads((out / "deskside.json").read_text())["step"] == step
 
 
 @pytest.mark.parametrize("kept", ["bf16", "int8"])
