@@ -81,6 +81,8 @@ def _group_findings(results: Results, group: Group, records: Records) -> list[st
             f"Text that was read more than {MAX_EPOCHS} times, beyond which it is worth less than new text (arXiv "
             f"2305.16264): {repeated} times."
         )
+    if found and all("best_step" in record.summary for record in found):
+        return lines  # they are compared with the weights of their lowest loss (checkpoint.keep_best)
     advice = ["fewer minutes" if has_time_budget(group) else "a smaller budget", "more text"]
     for name in ("language_temperature", "source_temperature"):
         values = [number(mapping(record.config.get("data")).get(name)) for record in found]

@@ -53,6 +53,17 @@ def test_findings_name_arms_values_languages_and_what_was_repeated(tmp_path: Pat
     assert "fewer minutes, more text or --data.language_temperature closer to 1 (here 3.33)." in advice
 
 
+def test_arms_that_ended_with_their_best_weights_are_not_said_to_be_compared_later(tmp_path: Path) -> None:
+    results = write(tmp_path, bits_per_byte(2), RISING, best_step=20)
+    (found,) = overfitting(results, read_records(results, tmp_path))
+    assert found.startswith("Overfitting in ")
+    summary = tmp_path / "runs" / "moe-s2" / "summary.json"  # one ended with its last weights
+    content = json.loads(summary.read_text())
+    del content["best_step"]
+    summary.write_text(json.dumps(content))
+    assert len(overfitting(results, read_records(results, tmp_path))) == 2
+
+
 def test_a_language_alone_is_told_without_the_whole_text(tmp_path: Path) -> None:
     languages = dict.fromkeys(LANGUAGES, FALLING) | {"gu": RISING}
     results = write(tmp_path, bits_per_byte(2), FALLING, languages)
