@@ -114,7 +114,8 @@ class Dimension:
         elif self.kind == "one minus":
             value = 1 - parameter
         if isinstance(value, float):
-            value = float(f"{value:.4g}")  # reports and presets have the values that are run
+            # Reports and presets have the values that are run. The first trial has exactly the default.
+            value = self.default if parameter == self.default_parameter else float(f"{value:.4g}")
         *parts, leaf = self.key.split(".")
         layer: dict[str, Any] = {leaf: value}
         for part in reversed(parts):

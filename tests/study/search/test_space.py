@@ -22,6 +22,16 @@ def test_ranges_follow_from_the_default_and_contain_it() -> None:
         assert merge.build([*presets.layers("124m"), one.layer(one.default_parameter, CONFIG)]) == CONFIG
 
 
+@pytest.mark.parametrize("key", ["optim.lr", "optim.momentum", "schedule.decay"])
+def test_a_default_of_many_digits_is_not_rounded(key: str) -> None:
+    part, name = key.split(".")
+    layers = [*presets.layers("124m"), {part: {name: 0.8765432}}]
+    config = merge.build(layers)
+    (one,) = space.dimensions(key, config)
+    assert merge.build([*layers, one.layer(one.default_parameter, config)]) == config
+    assert one.layer(0.1234567, config)[part][name] in (0.1235, 0.8765)
+
+
 def test_a_key_without_effect_is_not_searched() -> None:
     """Covers the rate of an embedding that is also the head. gpt2's positions are an embedding too."""
     tied = merge.build([*presets.layers("124m"), {"model": {"tie_word_embeddings": True}}])
