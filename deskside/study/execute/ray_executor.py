@@ -192,7 +192,7 @@ class RayTrial:
 
     def kill_hung(self, reason: str) -> TrialEnd:
         self.kill()
-        return TrialEnd("failed", reason, time.monotonic() - self._started)
+        return self._end_by_outcome("failed", reason)
 
     def stop(self) -> None:
         """Ask the trial to save and end. If the actor still waits for a GPU, there is nothing to save."""

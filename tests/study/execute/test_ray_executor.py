@@ -196,6 +196,25 @@ class GoneNode:
         return self
 
 
+@pytest.mark.parametrize(
+    ("recorded", "status"), [("finished", "finished"), (STOPPED, "failed"), (None, "failed")]
+)
+def test_a_hung_process_may_have_recorded_its_end(
+    recorded: str | None, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on this machine: it may hang after its trial has finished."""
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray, "remote", lambda _: GoneNode())
+    monkeypatch.setattr(ray, "kill", lambda _: None)
+    monkeypatch.setattr(ray, "get", lambda *_, **__: None)
+    monkeypatch.setattr(ray, "wait", lambda refs, timeout: (refs, []))
+    job = TrialJob("", str(tmp_path), {}, "", False, 1.0)
+    trial = RayTrial(job, Device("cpu@a/000000"), {}, HeadCalls("head:6379"))
+    if recorded is not None:
+        (tmp_path / OUTCOME_FILE).write_text(json.dumps({"status": recorded, "reason": ""}))
+    assert trial.kill_hung("no step for 30 minutes").status == status
+
+
 def test_a_node_that_vanishes_before_the_start_is_a_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
