@@ -122,7 +122,11 @@ def _alternatives(request: PlanRequest, chosen: Candidate) -> list[dict[str, Any
     setting = chosen.setting
     if setting.precision != "bf16" or OFFERED not in request.card.native:
         return []
-    layers = [*chosen.shape.layers, options(setting), {"precision": {"name": OFFERED}}]
+    layers = [
+        *chosen.shape.layers,
+        options(setting, config=chosen.shape.config),
+        {"precision": {"name": OFFERED}},
+    ]
     try:
         config = merge.build(layers)
     except UsageError:  # dimensions that FP8 does not support, or a sharded run

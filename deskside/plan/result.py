@@ -137,7 +137,8 @@ def executable(request: PlanRequest, candidate: Candidate) -> tuple[dict[str, An
 
     A UsageError from the configuration is a bug of the planner.
     """
-    planned: dict[str, Any] = options(candidate.setting, staged=bool(candidate.shape.config.schedule.stages))
+    given = candidate.shape.config
+    planned: dict[str, Any] = options(candidate.setting, bool(given.schedule.stages), given)
     # A budget of hours sets the length of the run as a time, any other budget and a small text as tokens.
     timed = request.pretrain_seconds is not None or request.budget.kind == "hours"
     if timed and not ends_early(request, candidate):
@@ -147,9 +148,9 @@ def executable(request: PlanRequest, candidate: Candidate) -> tuple[dict[str, An
     planned.setdefault("schedule", {})["length"] = length
     regularised: Mapping[str, Any] = {}
     if request.unique_tokens is not None and request.pretrains:
-        given, mode = request.user_options, request.own_corpus
+        user_options, mode = request.user_options, request.own_corpus
         regularised = own_corpus.regularisation(
-            candidate, request.unique_tokens, Duration.parse(length), given, mode
+            candidate, request.unique_tokens, Duration.parse(length), user_options, mode
         )
         planned = dict(merge.merge([planned, regularised])[0])
     # The candidate may fit only in a different precision from the requested one.

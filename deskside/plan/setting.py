@@ -207,11 +207,13 @@ def with_precision(
     )
 
 
-def options(setting: Setting, staged: bool = False) -> dict[str, Any]:
+def options(setting: Setting, staged: bool = False, config: RunConfig | None = None) -> dict[str, Any]:
     """Return the configuration that makes `deskside train` run this setting, without model, number format and adapters.
 
-    staged: also write a single stage, which replaces the stages of a preset.
+    staged: also write a single stage, which replaces the stages of a preset. config: the configuration that the result
+    is added to; default: `deskside train`'s.
     """
+    config = config or defaults()
     batch: dict[str, Any] = {
         "sequence_length": setting.sequence_length,
         "tokens": setting.stages[-1].tokens,
@@ -239,9 +241,9 @@ def options(setting: Setting, staged: bool = False) -> dict[str, Any]:
         result["compute"]["activation_offloading"] = True
     if setting.mlp_chunk_tokens is not None:
         result["compute"]["mlp_chunk_tokens"] = setting.mlp_chunk_tokens
-    if setting.loss_chunk_tokens != defaults().compute.loss_chunk_tokens:
+    if setting.loss_chunk_tokens != config.compute.loss_chunk_tokens:
         result["compute"]["loss_chunk_tokens"] = setting.loss_chunk_tokens
-    if optim := optim_options(setting):
+    if optim := optim_options(setting, config):
         result["optim"] = optim
     if setting.sharded:
         result["parallel"] = {"mode": "shard"}
@@ -254,9 +256,9 @@ def options(setting: Setting, staged: bool = False) -> dict[str, Any]:
     return {part: values for part, values in result.items() if values}
 
 
-def optim_options(setting: Setting) -> dict[str, Any]:
-    """Return the optimizer options that differ from the defaults, and the optimizer's name with them: format of the
-    weights, format of the states, offloading, place of the gradients."""
+def optim_options(setting: Setting, config: RunConfig) -> dict[str, Any]:
+    """Return the optimizer options that differ from the defaults (format of the weights, format of the states,
+    offloading, place of the gradients), and the optimizer's name with them, or if it is not that of `config`."""
     result: dict[str, Any] = {}
     if setting.weights != "float32":
         result["weights"] = setting.weights
@@ -268,7 +270,7 @@ def optim_options(setting: Setting) -> dict[str, Any]:
         result["master_weights"] = True
     if setting.gradients != "device":
         result["gradients"] = setting.gradients
-    if result or setting.optimizer != defaults().optim.name:
+    if result or setting.optimizer != config.optim.name:
         result["name"] = setting.optimizer
     return result
 

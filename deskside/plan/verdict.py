@@ -261,7 +261,7 @@ def _better_smaller_model(request: PlanRequest, chosen: Candidate) -> Candidate 
     """Return the best smaller model in the same budget, trained in the same way, if its loss is clearly lower."""
     if request.budget.kind not in ("hours", "flops"):
         return None
-    optim = {"name": chosen.setting.optimizer} | optim_options(chosen.setting)
+    optim = {"name": chosen.setting.optimizer} | optim_options(chosen.setting, chosen.shape.config)
     without_model = replace(request, given=None, sequence_length=request.sequence)
     candidates = search(without_model.with_options({"optim": optim}), staged=len(chosen.setting.stages) > 1)
     smaller = [c for c in candidates if c.estimate.fits == "fits" and c.weights < chosen.weights]

@@ -1,6 +1,7 @@
 """`deskside train` accepts every command that a plan prints, and runs what was planned."""
 
 import shlex
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from deskside.config.gpu_batch import build_on_gpus
 from deskside.plan.planner import make_plan
 from deskside.plan.question import PlanQuestion
 from deskside.plan.request import make_request
+from deskside.plan.result import Plan
+from deskside.plan.setting import setting_from_config
 from deskside.utils.errors import UsageError
 from tests.cli.test_config_options import NEEDS, another
 from tests.plan.test_bands import layers_of
@@ -57,6 +60,10 @@ def check_commands(question: dict[str, Any], keys: list[str]) -> None:
         plan = make_plan(make_request(PlanQuestion(**question), options(keys)))
     except UsageError:
         return  # options that contradict each other
+    check_plan(question, plan, keys)
+
+
+def check_plan(question: dict[str, Any], plan: Plan, keys: list[str]) -> None:
     for band in plan.bands:
         words = shlex.split(band.command)
         gpus = int(words[words.index("--gpus") + 1]) if "--gpus" in words else 1
@@ -67,6 +74,13 @@ def check_commands(question: dict[str, Any], keys: list[str]) -> None:
             data = {**named, **data}
         planned = merge.build([band.config, {"data": data}]).model_dump()
         assert gpus == question["gpus"] and run == planned
+        setting = band.candidate.setting
+        from_config = setting_from_config(
+            merge.build([band.config]), gpus, setting.precision, native=plan.request.card.native
+        )
+        # Of these, the configuration has other forms: rounded shares, "auto", graphs that a step rules out.
+        same = {name: getattr(setting, name) for name in ("stages", "micro_tokens", "graphs")}
+        assert replace(from_config, **same) == setting
 
 
 FEW = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -97,3 +111,30 @@ def test_every_command_of_many_is_accepted(question: Any, model: Any, budget: An
 @pytest.mark.parametrize("key", KEYS)
 def test_a_command_with_any_option_is_accepted(key: str) -> None:
     check_commands({"gpu": "rtx4090", "gpus": 1, "depth": 4, "hours": 1.0}, [key])
+
+
+@pytest.mark.parametrize(
+    ("question", "overrides"),
+    [
+        (
+            {"gpu": "rtx4090", "gpus": 2, "depth": 34},
+            {"optim": {"name": "adamw"}, "parallel": {"mode": "shard"}},
+        ),
+        ({"gpu": "RTX 3060 12GB", "depth": 22}, {"compute": {"loss_chunk_tokens": 16384}}),
+        (
+            {"gpu": "rtx5070", "depth": 24},
+            {"compute": {"activation_checkpointing": "mlp", "mlp_chunk_tokens": 2048}},
+        ),
+        (
+            {"gpu": "RTX 3060 12GB", "depth": 30},
+            {"compute": {"activation_checkpointing": "block", "activation_offloading": True}},
+        ),
+    ],
+)
+def test_what_is_changed_back_to_a_default_is_in_the_command(
+    question: dict[str, Any], overrides: dict[str, Any]
+) -> None:
+    question = {"gpus": 1, "tokens": "100M", **question}
+    plan = make_plan(make_request(PlanQuestion(**question), overrides))
+    assert plan.verdict == "yes-if"
+    check_plan(question, plan, [])
