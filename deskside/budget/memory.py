@@ -384,7 +384,8 @@ def _muon_stack_bytes(sizes: Sizes) -> float:
         return 0.0
     if spec.gradients == "host" or (spec.offload_optimizer and spec.weights != "float32"):
         return muon_bytes(sizes)
-    mlp_width = max(sizes.shape.intermediate_size, sizes.shape.moe_intermediate_size)
-    stack = max(STACK_WEIGHTS, sizes.shape.hidden_size * mlp_width)
+    shape = sizes.shape
+    mlp_width = shape.num_experts * shape.moe_intermediate_size or shape.intermediate_size
+    stack = max(STACK_WEIGHTS, shape.hidden_size * mlp_width)
     updated_here = sizes.block_weights / update_shares(spec)
     return STACK_BYTES * sizes.leaf("weights of Muon's stack", min(updated_here, stack))

@@ -19,7 +19,7 @@ WAITING = 2  # gradients whose work on the side stream has not finished
 # Bytes per weight of Muon's stack, at most: bfloat16 direction, two float16 iterates, and four matrices on the shorter
 # side, if it is almost as long as the other.
 STACK_BYTES = 14
-STACK_WEIGHTS = 2**26  # weights that Muon updates at a time, unless a single matrix is larger
+STACK_WEIGHTS = 2**26  # weights that Muon updates at a time, unless a matrix, of all experts, is larger
 
 
 def has_side_stream(spec: StepSpec) -> bool:

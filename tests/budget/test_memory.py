@@ -1,6 +1,7 @@
 """Modelled memory, compared with what autograd really saves and with a run measured on a GPU."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,13 @@ import torch
 from deskside.budget.format_costs import Precision
 from deskside.budget.memory import LIBRARIES, Memory, instants, training_memory
 from deskside.budget.replicas import BUCKET_WEIGHTS, IN_FLIGHT
+from deskside.budget.separate_gradients import STACK_BYTES
 from deskside.budget.shape import block_matrix_params, num_params
 from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.model.transformer import Transformer
+from deskside.optim.groups import classify_parameters
+from deskside.optim.muon_stacks import make_stacks
 from deskside.optim.side_stream import WAITING
 from deskside.train.loop.gradient_buckets import BUCKET_BYTES
 
@@ -189,6 +193,20 @@ def test_replicas_share_muon() -> None:
     one, four = (instants(shape, StepSpec(**work, gpus=n))["update"].items for n in (1, 4))
     assert one["optimizer"] - four["optimizer"] == pytest.approx(4 * matrices * 3 / 4, abs=2)
     assert one["gradients"] - four["gradients"] == pytest.approx(4 * matrices * 3 / 4, abs=2)
+
+
+@pytest.mark.parametrize("experts", [0, 8, 64])
+def test_muon_updates_its_largest_stack_at_once(experts: int) -> None:
+    mlp = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 2048} if experts else {}
+    shape = ModelConfig(
+        hidden_size=1024, num_hidden_layers=32, num_attention_heads=16, num_key_value_heads=4, **mlp
+    )
+    with torch.device("meta"):
+        matrices = [p for p in classify_parameters(Transformer(shape)) if p.role == "matrix"]
+    batches = [(len(stack.slices), stack.slices[0]) for stack in make_stacks(matrices, separate=False)]
+    largest = max(number * first.experts * math.prod(first.tall_shape) for number, first in batches)
+    update = instants(shape, StepSpec(sequence_length=128, tokens=128, micro_tokens=128))["update"]
+    assert update.items["workspace"] - LIBRARIES == pytest.approx(STACK_BYTES * largest, abs=2)
 
 
 def test_the_peak_moves_with_the_work() -> None:
