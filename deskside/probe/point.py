@@ -39,6 +39,7 @@ from deskside.train.prepare.fused_tiles import choose_and_use_tiles
 from deskside.train.prepare.graph_choice import choose_graphs
 from deskside.train.prepare.matmul_backend import choose_and_use_matmul
 from deskside.train.prepare.step_planning import config_with_graphs, modelled_memory_gib, native_formats
+from deskside.utils.machine import this_machine
 from deskside.utils.trials import TrialCache
 
 WARMUP_SECONDS = {"cuda": 2.0, "cpu": 1.0}
@@ -182,6 +183,7 @@ def measure_point(spec: dict[str, Any]) -> dict[str, Any]:
 
     spec: as in `point_config`, and optionally `warmup_seconds` and `seconds` (those of the timed steps).
     """
+    of_others = used_by_others(spec)
     prepared = prepare_step(point_config(spec))
     config, world, fit = prepared.config, prepared.stepper.world, prepared.fit
     device = world.device
@@ -196,7 +198,7 @@ def measure_point(spec: dict[str, Any]) -> dict[str, Any]:
     step = statistics.median(seconds)
     speed = config.batch.tokens / step
     flops = training_flops_per_token(config.model, config.batch.sequence_length, adapter_spec(config))
-    memory = memory_peaks(device)
+    memory = memory_peaks(device, of_others)
     watts = [float(s["watts"]) for s in sensor_readings if s["watts"] is not None]
     throttled = [s["throttled"] for s in sensor_readings if s["throttled"] is not None]
     return {
@@ -332,8 +334,17 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def memory_peaks(device: torch.device) -> dict[str, int | None]:
-    """Return peak bytes of torch's allocator and bytes in use on the device; on a CPU the peak resident set."""
+def used_by_others(spec: dict[str, Any]) -> int:
+    """Return the bytes of the GPU that other programs use, if this process has not used it yet; 0 on a CPU."""
+    if spec.get("device") == "cpu":
+        return 0
+    machine = this_machine()
+    return 0 if machine.free_bytes is None else machine.memory_bytes - machine.free_bytes
+
+
+def memory_peaks(device: torch.device, of_others: int = 0) -> dict[str, int | None]:
+    """Return peak bytes of torch's allocator, and bytes that this process uses on the device; on a CPU the peak
+    resident set. of_others: from `used_by_others`."""
     if device.type != "cuda":
         resident = round(environment_record.peak_memory_gib(device) * 2**30)
         return {"peak_allocated_bytes": resident, "peak_reserved_bytes": None, "device_used_bytes": None}
@@ -341,7 +352,7 @@ def memory_peaks(device: torch.device) -> dict[str, int | None]:
     return {
         "peak_allocated_bytes": torch.cuda.max_memory_allocated(device),
         "peak_reserved_bytes": torch.cuda.max_memory_reserved(device),
-        "device_used_bytes": total - free,
+        "device_used_bytes": max(torch.cuda.memory_reserved(device), total - free - of_others),
     }
 
 

@@ -3,6 +3,7 @@
 import math
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,22 @@ import pytest
 import torch
 
 from deskside.budget.shape import flops_per_token, num_params
-from deskside.probe.point import RandomRows, measure_point, point_config, prepare_step, random_batches
+from deskside.probe import point
+from deskside.probe.point import (
+    RandomRows,
+    measure_point,
+    memory_peaks,
+    point_config,
+    prepare_step,
+    random_batches,
+    used_by_others,
+)
 from deskside.train import parallel
 from deskside.train.parallel import World
 from deskside.train.prepare import attention_choice, setup
 from deskside.utils import child_process
 from deskside.utils.errors import UsageError
+from deskside.utils.machine import this_cpu
 from tests.train import tiny_run
 
 SHAPE = {
@@ -54,6 +65,21 @@ def test_it_really_trains(result: dict[str, Any]) -> None:
     assert result["loss_first"] == pytest.approx(math.log(128), abs=0.1)
     assert result["loss_last"] != result["loss_first"]
     assert result["finite"]
+
+
+@pytest.mark.parametrize(("others", "used"), [(3, 7), (0, 10), (9, 4)])
+def test_the_memory_of_other_programs_is_not_the_points(
+    others: int, used: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plan for this machine leaves it out of the memory that is free. No less than the allocator has is used."""
+    gpu = replace(this_cpu(), device="cuda", memory_bytes=24, free_bytes=24 - others)
+    monkeypatch.setattr(point, "this_machine", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (14, 24))
+    for name in ("max_memory_allocated", "max_memory_reserved", "memory_reserved"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 4)
+    of_others = used_by_others({"device": "cuda"})
+    assert memory_peaks(torch.device("cuda"), of_others)["device_used_bytes"] == used
+    assert used_by_others({"device": "cpu"}) == 0
 
 
 def test_a_step_takes_as_long_as_it_takes() -> None:
