@@ -5,6 +5,7 @@ Every section has the source of its numbers: `measured` on this card, `reported`
 """
 
 import json
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -306,9 +307,9 @@ def _band(plan: Plan, band: PlannedBand) -> dict[str, Any]:
         },
         "tokens": int(candidate.tokens[1]),
         "tokens_range": {"low": int(candidate.tokens[0]), "high": int(candidate.tokens[2])},
-        "tokens_per_param": candidate.tokens[1] / candidate.weights,
+        "tokens_per_param": candidate.tokens[1] / candidate.params,
         "epochs": candidate.tokens[1] / unique if unique is not None else None,
-        "steps": int(candidate.tokens[1] // setting.tokens_per_step),
+        "steps": math.ceil(candidate.tokens[1] / setting.tokens_per_step),
         **({"loss": loss} if plan.request.pretrains else {}),
         "batch": {
             "tokens": setting.stages[-1].tokens,

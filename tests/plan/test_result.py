@@ -2,7 +2,7 @@
 
 import shlex
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -16,6 +16,9 @@ from deskside.plan.question import PlanQuestion
 from deskside.plan.request import make_request
 from deskside.plan.result import Plan
 from deskside.plan.setting import setting_from_config
+from deskside.probe.point import RandomRows
+from deskside.train.loop.stage_work import StageWork
+from deskside.train.prepare.step_planning import first_plan
 from deskside.utils.errors import UsageError
 from tests.cli.test_config_options import NEEDS, another
 from tests.plan.test_bands import layers_of
@@ -138,3 +141,22 @@ def test_what_is_changed_back_to_a_default_is_in_the_command(
     plan = make_plan(make_request(PlanQuestion(**question), overrides))
     assert plan.verdict == "yes-if"
     check_plan(question, plan, [])
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": {"batch_growth": 2}}])
+def test_a_plan_has_the_steps_of_its_run(options: dict[str, Any]) -> None:
+    question = PlanQuestion(gpu="rtx4090", tokens="100M", preset="124m")
+    plan = make_plan(make_request(question, {"batch": {"tokens": 2**19}, **options}))
+    (band,) = plan.to_json()["bands"]
+    config = merge.build([band["config"]])
+    dataset = RandomRows(config.batch.sequence_length, config.model.vocab_size)
+    stages = [
+        StageWork(
+            stage.until, stage.sequence_length, stage.window, config.stage_tokens(stage), cast(Any, dataset)
+        )
+        for stage in config.stages()
+    ]
+    length = config.schedule.length
+    assert length is not None
+    assert band["steps"] == first_plan(length, stages, 0.0, 0.0, [1.0]).revisions[0].remaining
+    assert band["tokens_per_param"] == 1e8 / band["model"]["params"]
