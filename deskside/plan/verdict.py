@@ -119,7 +119,9 @@ def _requested_run(request: PlanRequest, given: GivenModel) -> StepEstimate:
 
     def estimated(setting: Setting) -> StepEstimate:
         if "batch.micro_tokens" in explicit and setting.micro_tokens <= setting.tokens_per_step:
-            return estimate(setting, request.calibration, capacity)
+            _, spec = setting.step_spec(setting.stages[-1])  # a pass has at most a GPU's share of the step
+            own = replace(setting, micro_tokens=spec.micro_tokens * spec.context)
+            return estimate(own, request.calibration, capacity)
         return estimate_max_microbatch(setting, request.calibration, capacity)
 
     by_stage = any(stage.batch_tokens for stage in given.config.schedule.stages)

@@ -361,6 +361,20 @@ def test_a_pass_by_hand_stays_as_small_as_it_was_asked_for() -> None:
     assert all(r.options["batch"]["micro_tokens"] <= 2048 for r in plan.remedies if r.options)
 
 
+@pytest.mark.parametrize(
+    ("gpus", "tokens", "asked", "each", "passes"),
+    [(4, 131072, 65536, 32768, 1), (2, 98304, 32768, 24576, 2)],
+)
+def test_a_pass_by_hand_is_a_gpus_share_at_most(
+    gpus: int, tokens: int, asked: int, each: int, passes: int
+) -> None:
+    """As in training, where the rows of a pass divide those of a process."""
+    options = {"batch": {"tokens": tokens, "micro_tokens": asked}}
+    best = make_plan(ask(options, gpu="rtx4090", gpus=gpus, preset="124m", tokens="1B")).best
+    assert best is not None and best.candidate.setting.micro_tokens == each
+    assert best.estimate.accumulation == passes and f"--batch.micro_tokens {each} " in best.command
+
+
 def test_a_single_stage_keeps_its_window_and_rows() -> None:
     """A single stage set by hand is the run that it says: its window is priced and executed."""
     layer: dict[str, Any] = {
