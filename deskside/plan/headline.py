@@ -29,7 +29,9 @@ def headline(plan: Plan) -> str:
     if request.pretrains:
         text += f" to about {bits_per_byte(best.loss[1])} bits per byte"
     text = f"{_on(request)}, {text}, using {_uses(best, request.gpus)}"
-    return text if plan.verdict == "yes" else f"Yes, if changed as below: {text[0].lower()}{text[1:]}"
+    if plan.verdict == "yes":
+        return text
+    return f"{'No' if plan.verdict == 'no' else 'Yes, if changed as below'}: {text[0].lower()}{text[1:]}"
 
 
 def _not_possible(plan: Plan) -> str:

@@ -22,3 +22,12 @@ def test_memory_of_several_gpus_is_that_of_each(gpus: int, capsys: pytest.Captur
     assert main(["plan", "--gpu", "rtx4090", "--preset", "124m", "--tokens", "1B", "--gpus", str(gpus)]) == 0
     sentence = capsys.readouterr().out.split("\n\n")[0]
     assert ("GiB on each" in " ".join(sentence.split())) == (gpus > 1)
+
+
+@pytest.mark.parametrize("budget", [["--tokens", "1e16"], ["--hours", "1e6"]])
+@pytest.mark.parametrize("model", [[], ["--depth", "4"]])
+def test_a_run_of_years_is_a_no(
+    model: list[str], budget: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--gpu", "rtx4090", *model, *budget]) == 1
+    assert capsys.readouterr().out.startswith("No: ")
