@@ -7,7 +7,7 @@ from deskside.budget.scaling import batch_on_gpus, best_batch_tokens
 from deskside.budget.shape import matmul_params
 from deskside.plan.estimate import Range, StepEstimate
 from deskside.plan.expected_loss import optimal_tokens, tokens_to_reach
-from deskside.plan.request import TIME_SHARES, PlanRequest
+from deskside.plan.request import MAX_BUDGET, TIME_SHARES, PlanRequest
 from deskside.plan.setting import Setting, StageSetting
 from deskside.utils.format import count, duration
 
@@ -60,7 +60,7 @@ def budget_tokens(request: PlanRequest, setting: Setting, end: int) -> float | N
     if budget.kind == "tokens":
         return budget.value
     if budget.kind == "flops":
-        return budget.value / setting.flops_per_token
+        return min(budget.value / setting.flops_per_token, MAX_BUDGET["tokens"])
     needed = tokens_to_reach(request, setting, budget.value, end)
     return None if needed is None or needed > most_tokens(request, setting) else needed
 

@@ -24,7 +24,7 @@ def test_memory_of_several_gpus_is_that_of_each(gpus: int, capsys: pytest.Captur
     assert ("GiB on each" in " ".join(sentence.split())) == (gpus > 1)
 
 
-@pytest.mark.parametrize("budget", [["--tokens", "1e16"], ["--hours", "1e6"]])
+@pytest.mark.parametrize("budget", [["--tokens", "1e16"], ["--hours", "1e6"], ["--flops", "1e30"]])
 @pytest.mark.parametrize("model", [[], ["--depth", "4"]])
 def test_a_run_of_years_is_a_no(
     model: list[str], budget: list[str], capsys: pytest.CaptureFixture[str]
