@@ -92,7 +92,7 @@ def task(plan: Plan, runs: str | None, wheel: str | None) -> dict[str, Any]:
         },
         "file_mounts": mounts,
         "setup": f"python3 -m venv ~/venv\n~/venv/bin/pip install {package}\n",
-        "run": _script(command, name),
+        "run": _script(command, name, plan.request.gpus),
     }
 
 
@@ -180,13 +180,14 @@ def _command(band: PlannedBand) -> tuple[list[str], Path]:
     return [*words[:at], "DATA", *words[at + 1 :]], data
 
 
-def _script(command: list[str], name: str) -> str:
+def _script(command: list[str], name: str, gpus: int) -> str:
     """Return the shell script that starts the run, or resumes it where an earlier machine has left it."""
+    on_all = f" --gpus {gpus}" if gpus > 1 else ""
     new = shlex.join([*command, "--name", name]).replace(" DATA ", f" {DATA} ")
     return f"""set -e
 run={RUNS}/{name}
 if [ -e $run/summary.json ]; then echo "$run is finished"
-elif [ -e $run/run.json ]; then ~/venv/bin/deskside train --resume $run
+elif [ -e $run/run.json ]; then ~/venv/bin/deskside train --resume $run{on_all}
 else ~/venv/bin/deskside {new} --runs {RUNS}
 fi
 """

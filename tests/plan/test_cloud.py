@@ -90,17 +90,20 @@ def test_prices_of_renting_stand_beside_owning(folder: Path, capsys: pytest.Capt
     }
 
 
-def test_the_script_starts_resumes_and_ends(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("on_all", [[], ["--gpus", "2"]])
+def test_the_script_starts_resumes_and_ends(
+    on_all: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """bash runs it with a program in place of deskside that records its arguments."""
-    _, task = planned(capsys, "--cloud-runs", "s3://mine")
+    _, task = planned(capsys, "--cloud-runs", "s3://mine", *on_all)
     program = folder / "venv/bin/deskside"
     program.parent.mkdir(parents=True)
     program.write_text('#!/bin/sh\nprintf "%s\\n" "$@" > ~/arguments\n')
     program.chmod(0o755)
-    run = folder / "runs/d20"
-    run.mkdir(parents=True)
     name = task["name"].removeprefix("deskside-")
-    assert name == "d20"
+    assert name.startswith("d2")
+    run = folder / "runs" / name
+    run.mkdir(parents=True)
 
     def arguments() -> list[str]:
         (folder / "arguments").unlink(missing_ok=True)
@@ -109,12 +112,13 @@ def test_the_script_starts_resumes_and_ends(folder: Path, capsys: pytest.Capture
         return noted.read_text().splitlines() if noted.exists() else []
 
     first = arguments()
-    assert first[:2] == ["train", "d20"] and first[first.index("--data.path") + 1] == str(folder / "data")
+    assert first[:2] == ["train", name] and first[first.index("--data.path") + 1] == str(folder / "data")
     assert first[-2:] == ["--runs", str(folder / "runs")] and first[first.index("--name") + 1] == name
     stages = first[first.index("--schedule.stages") + 1]
     assert tomllib.loads(f"stages = {stages}")["stages"][-1]["until"] == 1.0
+    assert ("--gpus" in first) == bool(on_all)
     (run / "run.json").write_text("{}")
-    assert arguments() == ["train", "--resume", str(run)]
+    assert arguments() == ["train", "--resume", str(run), *on_all]
     (run / "summary.json").write_text("{}")
     assert arguments() == []
 
