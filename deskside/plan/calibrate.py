@@ -140,8 +140,11 @@ def _is_informative(row: Mapping[str, Any]) -> bool:
     rated_formats = ("bf16", "fp32") if result.get("device") == "cpu" else ("bf16",)
     if result.get("precision", "bf16") not in rated_formats:
         return False
-    host = HostTimes().scaled(_host_factor([row]) or 1.0)
-    return host_seconds(*_step(row), host) < 0.9 * float(result["step_seconds"]["median"])
+    return not _waits_for_host(row, HostTimes().scaled(_host_factor([row]) or 1.0))
+
+
+def _waits_for_host(row: Mapping[str, Any], host: HostTimes) -> bool:
+    return host_seconds(*_step(row), host) >= 0.9 * float(row["result"]["step_seconds"]["median"])
 
 
 def _host_factor(points: Sequence[Mapping[str, Any]]) -> float | None:
@@ -243,6 +246,8 @@ def _measured(
         )
     host_factor = _host_factor(points)
     prior = replace(prior, host=prior.host.scaled(host_factor or 1.0))
+    # Points that did not time the host may wait for it if it is slower than the reference.
+    points = [row for row in points if not _waits_for_host(row, prior.host)]
     factors, spread = _fit(points, prior, PRIOR_SPREAD["cpu" if device == "cpu" else "cuda"])
     # device_used_bytes are read at the end of a point. They may be less than the peak that torch had reserved.
     overhead = [

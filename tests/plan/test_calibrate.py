@@ -250,6 +250,19 @@ def test_the_probe_measures_the_host(factor: float) -> None:
     assert not untimed.host_measured and untimed.rates.host.factor == 1.0
 
 
+def test_compiled_points_that_wait_for_a_slow_host_are_not_counted() -> None:
+    """Only fused points time the host, so these look as if the device was busy most of the time."""
+    rates = uncalibrated_rates(find("rtx4090"))
+    slow = replace(rates, host=rates.host.scaled(2.5))
+    timed = {**SPECS[0], "activation_checkpointing": "none"}
+    launch = host_seconds(shape_of(timed), step_spec_of(timed, None, {"compile": "fused"}), slow.host)
+    waiting = {**SPECS[0], "micro_tokens": 8192, "sequence_length": 512, "tokens": 32768}
+    waiting["activation_checkpointing"] = "attention"
+    found = calibrate(find("rtx4090"), [fused(timed, slow, launch), point(waiting, slow, noise=-0.01)])
+    assert found == calibrate(find("rtx4090"), [fused(timed, slow, launch)])
+    assert found.rates.host.factor == pytest.approx(2.5)
+
+
 def test_points_that_wait_for_the_host_say_nothing_of_the_card() -> None:
     """Used alone, they leave the published calibration unchanged. Beside others, they are not counted."""
     waiting = {**SPECS[0], "micro_tokens": 512, "sequence_length": 512, "tokens": 4096}
