@@ -159,7 +159,7 @@ def fits_at_all(request: PlanRequest) -> bool:
 def model_fits(request: PlanRequest, shape: CandidateModel) -> bool:
     """Return True if a model fits with one row per pass, at least as expected, whatever the budget."""
     setting = setting_on_card(request, shape.config)
-    last_stage = stages(request.sequence, request.sequence * request.readers)[-1]
+    last_stage = stages(request, request.sequence * request.readers)[-1]
     row = replace(setting, stages=(replace(last_stage, share=1.0),), micro_tokens=request.sequence)
     return fastest_that_fits(request, row).fits != "no"
 
@@ -240,7 +240,7 @@ def _with_optimizer(
         if not explicit_stages:
             step_tokens = shape.config.batch.tokens if explicit_batch else tokens
             one_stage = (StageSetting(1.0, request.sequence, step_tokens),)
-            setting = replace(base, stages=stages(request.sequence, step_tokens) if staged else one_stage)
+            setting = replace(base, stages=stages(request, step_tokens) if staged else one_stage)
         if explicit_batch or explicit_stages:
             check_batch_divides(setting)
         largest = min(stage.tokens for stage in setting.stages) // request.readers

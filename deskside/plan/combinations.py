@@ -14,6 +14,8 @@ from deskside.budget.format_costs import LowFormat, Precision, quantized
 from deskside.budget.host import can_replay
 from deskside.budget.step_spec import GradientPlace, OptimizerName, StateFormat, WeightFormat
 from deskside.config import merge
+from deskside.config.dimensions import check_dimensions
+from deskside.config.recipes import recipe_named
 from deskside.plan.estimate import StepEstimate, estimate_max_microbatch
 from deskside.plan.fastest_fit import LADDER, MLP_CHUNK, fastest_that_fits
 from deskside.plan.given_model import GivenModel
@@ -38,9 +40,10 @@ def combinations(request: PlanRequest, start: Setting) -> Iterator[Setting]:
         others = _formats(start, request.given, request.card.native)
         in_formats += [(OTHER_FORMAT_COST, other) for other in others]
     combined = []
-    for (format_cost, base), halvings in itertools.product(in_formats, possible_halvings(start)):
-        for optimizer_cost, setting in optimizer_changes(with_halved_rows(base, halvings)):
-            combined.append((format_cost + HALVED_ROWS_COST * halvings + optimizer_cost, setting))
+    for format_cost, base in in_formats:
+        for halvings in possible_halvings(base):
+            for optimizer_cost, setting in optimizer_changes(with_halved_rows(base, halvings)):
+                combined.append((format_cost + HALVED_ROWS_COST * halvings + optimizer_cost, setting))
     # The cost of another format exceeds that of all smaller changes together, and that of shorter rows exceeds both.
     combined.sort(key=lambda pair: pair[0])
     yield from (setting for _, setting in combined if not contradicts_config(request, setting))
@@ -207,8 +210,21 @@ def possible_halvings(setting: Setting) -> list[int]:
     length, halvings = setting.sequence_length, [0]
     while len(halvings) <= MAX_HALVINGS and length % 2 == 0 and length // 2 >= MIN_SEQUENCE_LENGTH:
         length //= 2
+        if not _may_have_rows(setting, length):
+            break
         halvings.append(len(halvings))
     return halvings
+
+
+def _may_have_rows(setting: Setting, length: int) -> bool:
+    """Return True if the recipe and the GPUs that share rows allow rows of this length."""
+    if setting.context > 1 and length % (2 * setting.context):
+        return False
+    try:
+        check_dimensions(recipe_named(setting.precision), setting.model, sequence_lengths=[length])
+    except ValueError:
+        return False
+    return True
 
 
 def with_halved_rows(setting: Setting, halvings: int) -> Setting:

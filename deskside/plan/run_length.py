@@ -88,13 +88,15 @@ def batch_tokens(total_tokens: float, sequence_length: int, readers: int) -> int
     return batch_on_gpus(best, readers, sequence_length, total_tokens / MIN_STEPS)
 
 
-def stages(sequence_length: int, tokens: int) -> tuple[StageSetting, ...]:
-    """Return stages of a quarter, half and all of the sequence length, or one stage if a quarter is too short.
+def stages(request: PlanRequest, tokens: int) -> tuple[StageSetting, ...]:
+    """Return stages of a quarter, half and all of the sequence length, or one stage if a quarter is too short or cannot
+    be shared by the GPUs of a row.
 
     Attention is cheaper over shorter rows.
     """
-    shortest = sequence_length // STAGES[0][1]
-    if shortest < MIN_STAGE_TOKENS or sequence_length % STAGES[0][1]:
+    sequence_length, context = request.sequence, request.context
+    shortest, rest = divmod(sequence_length, STAGES[0][1])
+    if shortest < MIN_STAGE_TOKENS or rest or (context > 1 and shortest % (2 * context)):
         return (StageSetting(1.0, sequence_length, tokens),)
     return tuple(StageSetting(share, sequence_length // divisor, tokens) for share, divisor in STAGES)
 

@@ -160,3 +160,27 @@ def test_a_plan_has_the_steps_of_its_run(options: dict[str, Any]) -> None:
     assert length is not None
     assert band["steps"] == first_plan(length, stages, 0.0, 0.0, [1.0]).revisions[0].remaining
     assert band["tokens_per_param"] == 1e8 / band["model"]["params"]
+
+
+@pytest.mark.parametrize(
+    ("question", "overrides", "length"),
+    [
+        ({"gpu": "H200 SXM", "gpus": 8, "hours": 8.0}, {"parallel": {"context": 8}}, 100_000),
+        (
+            {"gpu": "rtx5090", "gpus": 2, "preset": "710m"},
+            {"parallel": {"context": 2}, "compute": {"gpu_budget": 4.0}},
+            32_776,
+        ),
+        (
+            {"gpu": "rtx5090", "preset": "340m", "precision": "fp8-rowwise"},
+            {"precision": {"weight_cache": False}, "compute": {"gpu_budget": 2.5}},
+            16_400,
+        ),
+    ],
+)
+def test_a_plan_has_only_rows_that_a_run_can_have(
+    question: dict[str, Any], overrides: dict[str, Any], length: int
+) -> None:
+    """A quarter or half of these rows cannot be shared by the GPUs, or multiplied in FP8."""
+    question = {"gpus": 1, "sequence": length, **question}
+    check_plan(question, make_plan(make_request(PlanQuestion(**question), overrides)), [])
