@@ -22,7 +22,7 @@ slowrun also has a dropout of 0.1 (`dropout`) and averages weights (`average.nam
 measured them with ours.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from deskside.budget.loss import MAX_EPOCHS, MAX_WEIGHTS_PER_TOKEN
@@ -64,7 +64,8 @@ def regularisation(
         part: {key: value for key, value in values.items() if key not in given.get(part, {})}
         for part, values in measures.items()
     }
-    if layer["checkpoint"] and (problem := _problem_with_best(candidate, layer)):
+    sharding = {"parallel": {"mode": "shard"}} if candidate.setting.sharded else {}
+    if layer["checkpoint"] and (problem := _problem_with_best([*candidate.shape.layers, sharding, layer])):
         if not own_corpus:
             return {}
         raise UsageError(
@@ -73,10 +74,10 @@ def regularisation(
     return {part: values for part, values in layer.items() if values}
 
 
-def _problem_with_best(candidate: Candidate, layer: Mapping[str, Any]) -> str:
+def _problem_with_best(layers: Sequence[Mapping[str, Any]]) -> str:
     """Return why the run cannot keep its best checkpoint, or an empty string."""
     try:
-        merge.build([*candidate.shape.layers, layer])
+        merge.build(layers)
     except UsageError as error:
         key, _, problem = str(error).partition(": ")
         if key != "checkpoint.keep_best":

@@ -63,6 +63,14 @@ def test_without_the_mode_a_run_that_cannot_keep_its_best_checkpoint_is_planned(
     assert "best checkpoint" not in " ".join(plan.reason_texts())
 
 
+def test_sharded_weights_are_planned_without_their_best_checkpoint() -> None:
+    large = {"kind": "tokens", "value": 1e9, "memory_gib": 20.0, "given": made.given("d36"), "gpus": 4}
+    plan = best(**large)
+    assert plan.best.candidate.setting.sharded and "checkpoint" not in plan.best.config
+    with pytest.raises(UsageError, match=r"^--own-corpus: .*parallel\.mode replicate"):
+        best(own_corpus=True, **large)
+
+
 @pytest.mark.parametrize("unique, expected", [(100_000, 16_384), (1_000_000, 120_000), (20_000_000, 262_144)])
 def test_evaluations_take_a_small_part_of_a_run_of_forty_epochs(unique: int, expected: int) -> None:
     plan = best(unique_tokens=unique, value=10.0)
