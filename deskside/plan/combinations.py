@@ -17,7 +17,7 @@ from deskside.config import merge
 from deskside.config.dimensions import check_dimensions
 from deskside.config.recipes import recipe_named
 from deskside.plan.estimate import StepEstimate, estimate_max_microbatch
-from deskside.plan.fastest_fit import LADDER, MLP_CHUNK, fastest_that_fits
+from deskside.plan.fastest_fit import LADDER, MLP_CHUNK, fastest_that_fits, is_refused
 from deskside.plan.given_model import GivenModel
 from deskside.plan.request import PlanRequest
 from deskside.plan.setting import Setting, StageSetting, pass_sizes, with_precision
@@ -78,7 +78,8 @@ def best_that_fits(request: PlanRequest, start: Setting) -> tuple[StepEstimate |
             break
         if minimum_memory(request, setting).fits == "fits":
             step = fastest_that_fits(request, setting)
-            if step.fits == "fits" and step.fits_host(request.card.host_bytes):
+            fits = step.fits == "fits" and step.fits_host(request.card.host_bytes)
+            if fits and not is_refused(request, step.setting):
                 fitting.append(step)
     if not fitting:
         return None, None

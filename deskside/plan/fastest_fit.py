@@ -1,12 +1,15 @@
 """The fastest variant of a setting that fits in the memory of the card."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from deskside.budget.step_spec import Checkpointing
+from deskside.config import merge
 from deskside.plan.estimate import StepEstimate, estimate_max_microbatch
 from deskside.plan.request import PlanRequest
-from deskside.plan.setting import Setting, pass_sizes
+from deskside.plan.setting import Setting, options, pass_sizes
+from deskside.utils.errors import UsageError
 
 # Activation checkpointing and loss_chunk_tokens, in the order of decreasing memory and mostly decreasing speed.
 LADDER: tuple[tuple[Checkpointing, int], ...] = (
@@ -32,13 +35,30 @@ def fastest_that_fits(request: PlanRequest, base: Setting) -> StepEstimate:
         step = estimate_max_microbatch(setting, request.calibration, request.card.memory_bytes)
         if best is not None and not step.fits_host(request.card.host_bytes):
             continue
-        if best is None or _rank(step) < _rank(best):
+        if best is None or (_rank(step) < _rank(best) and not is_refused(request, step.setting)):
             best = step
         enough = min(ENOUGH_PASS_TOKENS, pass_sizes(setting)[0])
         if best.fits == "fits" and best.setting.micro_tokens >= enough and not best.setting.sharded:
             break
     assert best is not None
     return best
+
+
+def is_refused(request: PlanRequest, setting: Setting) -> bool:
+    """Return True if other options of the user exclude those of a setting."""
+    layers: Sequence[Mapping[str, Any]]
+    config = None
+    if request.given is not None:
+        layers, config = request.given.layers, request.given.config
+    elif request.overrides:
+        layers = [*merge.resolved_layers("model", setting.model.model_dump(mode="json")), request.overrides]
+    else:
+        return False
+    try:
+        merge.build([*layers, options(setting, config=config), {"precision": {"name": setting.precision}}])
+    except UsageError:
+        return True
+    return False
 
 
 def _rank(step: StepEstimate) -> tuple[int, float]:

@@ -28,7 +28,7 @@ from deskside.plan.combinations import (
     with_halved_rows,
 )
 from deskside.plan.estimate import Fits, StepEstimate, estimate_max_microbatch
-from deskside.plan.fastest_fit import MLP_CHUNK, fastest_that_fits
+from deskside.plan.fastest_fit import MLP_CHUNK, fastest_that_fits, is_refused
 from deskside.plan.request import PlanRequest
 from deskside.plan.setting import Setting, options, pass_sizes, with_max_microbatch
 from deskside.utils.format import count, gib
@@ -81,7 +81,7 @@ def remedies(request: PlanRequest, requested: StepEstimate) -> list[Remedy]:
     """Return every remedy that saves memory, each applied separately to the requested run; changes come first."""
     result = []
     for what, setting, costs in [*_one_row_per_pass(requested.setting), *_changes(requested.setting)]:
-        if contradicts_config(request, setting):
+        if contradicts_config(request, setting) or is_refused(request, setting):
             continue
         only_smaller_passes = replace(requested.setting, micro_tokens=setting.micro_tokens) == setting
         trial = setting if only_smaller_passes else with_max_microbatch_unless_set(request, setting)

@@ -26,7 +26,7 @@ from deskside.plan.combinations import (
 )
 from deskside.plan.estimate import StepEstimate, estimate, estimate_max_microbatch
 from deskside.plan.expected_loss import bpb, optimal_tokens
-from deskside.plan.fastest_fit import fastest_that_fits
+from deskside.plan.fastest_fit import fastest_that_fits, is_refused
 from deskside.plan.given_model import GivenModel
 from deskside.plan.reasons import Reason, reasons_of
 from deskside.plan.remedies import Remedy, remedies, with_max_microbatch_unless_set
@@ -173,7 +173,8 @@ def _check_memory(
         return changed, "yes-if", reasons
     possible = (s for s in combinations(request, start) if minimum_memory(request, s).fits != "no")
     for step in itertools.chain([requested], (fastest_that_fits(request, setting) for setting in possible)):
-        if step.fits == "tight" and step.fits_host(host_bytes):
+        fits = step.fits == "tight" and step.fits_host(host_bytes)
+        if fits and not is_refused(request, step.setting):
             _, expected, high = step.memory_bytes
             text = f"it needs {gib(expected)} as expected, but {gib(high)} at the high end of the range"
             changes = _differences(requested, step)

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from deskside.cli.train import COMMAND
 from deskside.config import merge
 from deskside.config.gpu_batch import build_on_gpus
+from deskside.plan.candidates import models, setting_on_card
+from deskside.plan.fastest_fit import fastest_that_fits
 from deskside.plan.planner import make_plan
 from deskside.plan.question import PlanQuestion
 from deskside.plan.request import make_request
@@ -184,3 +186,29 @@ def test_a_plan_has_only_rows_that_a_run_can_have(
     """A quarter or half of these rows cannot be shared by the GPUs, or multiplied in FP8."""
     question = {"gpus": 1, "sequence": length, **question}
     check_plan(question, make_plan(make_request(PlanQuestion(**question), overrides)), [])
+
+
+@pytest.mark.parametrize(
+    ("question", "overrides"),
+    [
+        ({"depth": 28}, {"schedule": {"tied_until": 0.5}}),  # no states on the host
+        ({"depth": 36}, {"optim": {"ema_nesterov": 0.5}}),  # no weights in 16 bits
+        (  # no recomputation
+            {"depth": 28, "sequence": 16384},
+            {"optim": {"name": "adamw"}, "adapter": {"rank": 8, "dropout": 0.1}},
+        ),
+    ],
+)
+def test_a_plan_changes_nothing_that_other_options_exclude(
+    question: dict[str, Any], overrides: dict[str, Any]
+) -> None:
+    question = {"gpu": "rtx4090", "gpus": 1, "tokens": "1B", **question}
+    check_plan(question, make_plan(make_request(PlanQuestion(**question), overrides)), [])
+
+
+def test_the_search_shards_nothing_that_options_exclude() -> None:
+    best = {"checkpoint": {"keep_best": True}, "evaluate": {"every": "10m"}}
+    for overrides, sharded in ((best, False), ({}, True)):
+        request = make_request(PlanQuestion(gpu="rtx4090", gpus=8, hours=1.0), overrides)
+        model = next(model for model in models(request) if model.preset == "d36")
+        assert fastest_that_fits(request, setting_on_card(request, model.config)).setting.sharded is sharded
