@@ -63,7 +63,7 @@ def task(plan: Plan, runs: str | None, wheel: str | None) -> dict[str, Any]:
     answer is no, SkyPilot has no name for its GPU, or its command needs files that are not known.
     """
     band = plan.best
-    if band is None:
+    if band is None or plan.verdict == "no":
         raise UsageError("--cloud: there is nothing to carry out, because the plan's answer is no")
     if runs is not None and not (runs.startswith(BUCKETS) and runs.partition("://")[2].strip("/")):
         raise UsageError(

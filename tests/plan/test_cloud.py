@@ -133,6 +133,7 @@ FITS = "--gpu rtx4090 --hours 24 --data.path corpus"
         ("--gpu rtx4090 --hours 24 --data.path none --cloud t.yaml", "no prepared data"),
         ("--gpu rtx4060 --hours 24 --data.path corpus --cloud t.yaml", "RTX 4060"),
         ("--gpu rtx4060 --preset 7.2b --data.path corpus --cloud t.yaml", "answer is no"),
+        ("--gpu rtx4090 --hours 100000 --data.path corpus --cloud t.yaml", "answer is no"),
         (f"{FITS} --cloud-runs s3://mine", "give that too"),
         (f"{FITS} --cloud t.yaml --cloud-runs /mnt/runs", "not a bucket URL"),
         (f"{FITS} --cloud t.yaml --cloud-runs s3://", "not a bucket URL"),
