@@ -177,6 +177,10 @@ def make_request(
     config = merge.build([parts]) if given is None else given.config
     card, rows, notes = find_card(q, config.compute.device)
     card = with_gpu_budget(card, config.compute.gpu_budget)
+    if precision == "fp32" and card.gpu is None and not card.is_cpu:  # a probe measures products in BF16 only
+        raise UsageError(
+            f"--precision: fp32 cannot be planned for {card.name}, which is not in the table of GPUs; use bf16"
+        )
     if given is None and "adapter" in overrides:
         raise UsageError("--adapter: needs a model; give --preset, --init, --depth or --params")
     if budget.kind is None and given is None:

@@ -131,6 +131,20 @@ def test_another_card_in_the_store_does_not_count(tmp_path: Path, monkeypatch: p
     assert ask(gpu="rtx4090", hours=24, probes=folder).calibration.source == "published"
 
 
+def test_a_card_without_a_data_sheet_has_no_known_rate_in_fp32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an H100 of the table, 124m in FP32 has a tenth of BF16's speed."""
+    unlisted = machine(card="NVIDIA H100 NVL", gib=93.0)
+    monkeypatch.setattr(probe_store, "this_machine", lambda: unlisted)
+    rates = {"copy_bandwidth": 3e12, "matmul_peak": 6e14}
+    benchmark = probe_store.make_row("card", probe_store.make_key(unlisted, {}), "ok", rates)
+    options = {"here": True, "hours": 3, "probes": store(tmp_path, benchmark, point(unlisted))}
+    assert ask(**options).card.gpu is None
+    with pytest.raises(UsageError, match=r"^--precision: fp32 .*H100 NVL"):
+        ask(precision="fp32", **options)
+
+
 def test_a_cpu_that_was_not_measured_is_no_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     laptop = Machine("some CPU", "cpu", 2**34, 8, None, None, "2.13.0", None, None, "0.1.0+aaaa")
     monkeypatch.setattr(probe_store, "this_machine", lambda: laptop)
