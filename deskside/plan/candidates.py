@@ -161,7 +161,8 @@ def model_fits(request: PlanRequest, shape: CandidateModel) -> bool:
     setting = setting_on_card(request, shape.config)
     last_stage = stages(request, request.sequence * request.readers)[-1]
     row = replace(setting, stages=(replace(last_stage, share=1.0),), micro_tokens=request.sequence)
-    return fastest_that_fits(request, row).fits != "no"
+    step = fastest_that_fits(request, row)
+    return step.fits != "no" and step.fits_host(request.card.host_bytes)
 
 
 def precision(request: PlanRequest) -> Precision:
@@ -246,7 +247,7 @@ def _with_optimizer(
         largest = min(stage.tokens for stage in setting.stages) // request.readers
         micro = base.micro_tokens if "micro_tokens" in request.overrides.get("batch", {}) else largest
         step = fastest_that_fits(request, replace(setting, micro_tokens=micro))
-        if step.fits == "no":
+        if step.fits == "no" or not step.fits_host(request.card.host_bytes):
             return None
         lengths = run_length(request, step, end)
         if explicit_batch or explicit_stages:

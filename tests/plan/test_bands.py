@@ -3,6 +3,7 @@
 import itertools
 import math
 import shlex
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -287,3 +288,13 @@ def test_a_small_corpus_does_not_feed_a_model_of_any_size() -> None:
     assert sizes[24] == sizes[240]
     free = make_plan(made.request("hours", 240))
     assert free.best is not None and free.best.candidate.weights > sizes[240]
+
+
+@pytest.mark.parametrize("host_gib", [None, 2, 1])
+def test_states_on_the_host_fit_there(host_gib: int | None) -> None:
+    request = made.request(overrides={"optim": {"offload": True}})
+    host_bytes = None if host_gib is None else host_gib * made.GIB
+    plan = make_plan(replace(request, card=replace(request.card, host_bytes=host_bytes)))
+    assert plan.best is not None
+    needed = [sum(band.candidate.setting.host_memory.values()) for band in plan.bands]
+    assert max(needed) <= 0.9 * (host_bytes or math.inf)
