@@ -173,6 +173,11 @@ def make_request(
     if q.sequence is not None and overrides.get("schedule", {}).get("stages"):
         raise UsageError(STAGES_SET_LENGTH)
     given = given_model(q, overrides, shape)
+    if given is not None and given.config.align is not None and given.config.align.name == "grpo":
+        raise UsageError(
+            "align.name: grpo cannot be planned, because the time and the memory of its sampling are not modelled; "
+            "deskside grpo itself finds passes that fit"
+        )
     parts = {part: overrides.get(part, {}) for part in ("compute", "optim", "parallel")}
     config = merge.build([parts]) if given is None else given.config
     card, rows, notes = find_card(q, config.compute.device)

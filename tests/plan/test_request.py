@@ -1,5 +1,6 @@
 """Requests for a plan: what can be asked, and what is refused in one line."""
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any, get_args
@@ -116,3 +117,14 @@ def test_gpus_that_share_rows_hold_parts_of_them() -> None:
     assert (spec.micro_tokens, spec.accumulation) == (16384, 8)
     exchanged = [mean_step_seconds(e.setting, asked.calibration.rates)["communication"] for e in estimates]
     assert exchanged[1] > exchanged[0]
+
+
+@pytest.mark.parametrize(("name", "refused"), [("sft", False), ("dpo", False), ("grpo", True)])
+def test_what_samples_is_not_planned_as_if_it_did_not(name: str, refused: bool, tmp_path: Path) -> None:
+    """GRPO keeps a copy of the weights and a cache on the card, and generates for most of its time."""
+    preset = tmp_path / "mine.toml"
+    preset.write_text(
+        f'base = "124m"\nalign = {{name = "{name}", data = ["x.jsonl"]}}\ndata = {{document_mask = true}}\n'
+    )
+    with pytest.raises(UsageError, match=r"^align\.name: grpo") if refused else contextlib.nullcontext():
+        ask(gpu="rtx4090", preset=str(preset), tokens="10M")
