@@ -68,8 +68,10 @@ def _rank(step: StepEstimate) -> tuple[int, float]:
 
 
 def _ladder(request: PlanRequest, base: Setting) -> Iterator[Setting]:
-    """Yield variants of a setting, mostly the fastest first, that recompute at least as much. Options in the overrides
-    are not changed."""
+    """Yield variants of a setting that recompute at least as much, mostly the fastest first.
+
+    Options in the overrides are not changed.
+    """
     explicit = request.overrides.get("compute", {})
     levels = [checkpointing for checkpointing, _ in LADDER]
     may_shard = base.gpus > 1 and base.shardable and "parallel" not in request.overrides
