@@ -46,7 +46,7 @@ from deskside.train.state import finalize
 from deskside.train.state.checkpointer import Checkpointer
 from deskside.train.state.init_weights import InitialWeights
 from deskside.train.time_budget import TimeBudget
-from deskside.utils import signals
+from deskside.utils import launched, signals
 from deskside.utils.errors import RunError
 
 
@@ -343,8 +343,11 @@ class RunExecution:
     @property
     def resume_command(self) -> str:
         """The command that continues this run."""
-        command = self.callback.resume_command or f"{self.objective.command} --resume"
-        return f"{command} {shlex.quote(str(self.run.path))}"
+        run = shlex.quote(str(self.run.path))
+        if self.callback.resume_command is not None:
+            return f"{self.callback.resume_command} {run}"
+        gpus = f" --gpus {self.world.size}" if launched.is_launched() else ""
+        return f"{self.objective.command} --resume {run}{gpus}"
 
     def stopped(self, status: str, trainer: Trainer) -> RunOutcome:
         """Tell the user how to resume, and return the outcome of a run that was stopped."""

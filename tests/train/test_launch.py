@@ -378,6 +378,7 @@ def test_a_signal_saves_and_ends_all(number: signal.Signals, data: Path, tmp_pat
     assert seen <= at <= seen + 4 and tiny_run.checkpoints(run)[-1] == f"step-{at:09d}"
     text = (tmp_path / "stopped.log").read_text()
     assert text.count(f"{number.name}: saved at step {at}") == 1 and "interrupted" not in text
+    assert f"deskside train --resume {run} --gpus 2\n" in text
     alone = tiny_run.program(["train", "--resume", str(run)], tmp_path / "alone.log")
     assert alone.wait(120) == 0, (tmp_path / "alone.log").read_text()
     assert [row["step"] for row in rows(run)] == list(range(1, 61))
