@@ -188,7 +188,9 @@ def test_the_micro_batch_leaves_room_beside_what_a_captured_pass_keeps(
     assert not Card.blocks and captures(run) == (cuda_graph == "on")
 
 
-@pytest.mark.parametrize(("launched", "chosen"), [(0.05, False), (0.08, False), (0.095, True)])
+@pytest.mark.parametrize(
+    ("launched", "chosen"), [pytest.param(0.05, False, marks=pytest.mark.full), (0.08, False), (0.095, True)]
+)
 def test_auto_captures_the_passes_of_steps_that_the_host_limits(
     launched: float, chosen: bool, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,6 +35,7 @@ from tests.train.loop.graph_stand_ins import Allocating, Checking, Replaying, St
 CPU = torch.device("cpu")
 ROWS, LENGTH, VOCABULARY, STEPS = 4, 16, 64, 7
 KINDS = [Replaying, Checking]
+ONE_KIND = [pytest.param(Replaying, marks=pytest.mark.full), Checking]
 
 
 @pytest.fixture(autouse=True)
@@ -160,7 +161,7 @@ def test_replayed_passes_change_no_bit(
     assert [made.replays for made in pool.made] == [replayed * (passes + (recipe != "fp32"))]
 
 
-@pytest.mark.parametrize("pool", KINDS)
+@pytest.mark.parametrize("pool", ONE_KIND)
 @pytest.mark.parametrize(
     ("recipe", "parts"),
     [
@@ -176,7 +177,7 @@ def test_options(recipe: str, parts: dict[str, Any], pool: type[StandInPool]) ->
     assert len(compare(pool, (recipe, parts), 2)) == 1
 
 
-@pytest.mark.parametrize("pool", KINDS)
+@pytest.mark.parametrize("pool", ONE_KIND)
 def test_recomputed_blocks(pool: type[StandInPool]) -> None:
     plain, (run, lines) = stepper("fp8-delayed"), graphed(pool, "fp8-delayed")
     for one in (plain, run):
@@ -187,7 +188,7 @@ def test_recomputed_blocks(pool: type[StandInPool]) -> None:
     assert len(lines) == 1
 
 
-@pytest.mark.parametrize("pool", KINDS)
+@pytest.mark.parametrize("pool", ONE_KIND)
 def test_weights_of_later_tokens_decay_within_one_graph(pool: type[StandInPool]) -> None:
     """They change in every step; only the step from which all are 0 has another kind of pass."""
     parts = {"multi_token": {"weights": [0.5, 0.25], "until": 0.8}}
@@ -219,7 +220,7 @@ def test_only_parameters_are_converted_again(parts: dict[str, Any]) -> None:
 WINDOWED = {"window_pattern": "SL", "sliding_window": 8}
 
 
-@pytest.mark.parametrize("pool", KINDS)
+@pytest.mark.parametrize("pool", ONE_KIND)
 def test_a_stage_is_captured_again(pool: type[StandInPool]) -> None:
     """Stages with another window, then with longer rows. The graph of a stage is dropped with it."""
     plain, (run, lines) = stepper("bf16", shape=WINDOWED), graphed(pool, "bf16", shape=WINDOWED)
@@ -235,7 +236,7 @@ def test_a_stage_is_captured_again(pool: type[StandInPool]) -> None:
     assert pool.made[-1].released
 
 
-@pytest.mark.parametrize("pool", KINDS)
+@pytest.mark.parametrize("pool", ONE_KIND)
 def test_bf16_steps_are_another_kind(pool: type[StandInPool]) -> None:
     parts = {"precision": {"name": "fp8-delayed", "warmup_steps": 4, "bf16_from": 0.8}}
     plain, (run, lines) = stepper("fp8-delayed", parts), graphed(pool, "fp8-delayed", parts)
@@ -250,7 +251,7 @@ def test_bf16_steps_are_another_kind(pool: type[StandInPool]) -> None:
     assert len(lines) == 3  # BF16, FP8 with delayed scales, BF16
 
 
-@pytest.mark.parametrize("pool", KINDS)
+@pytest.mark.parametrize("pool", ONE_KIND)
 @pytest.mark.parametrize("recipe", ["bf16", "fp8-delayed"])
 def test_evaluations_between_steps(recipe: str, pool: type[StandInPool]) -> None:
     """An evaluation drops the converted weights and converts others. The graphs stay."""
@@ -269,7 +270,7 @@ def test_evaluations_between_steps(recipe: str, pool: type[StandInPool]) -> None
     assert len(lines) == 1 and not pool.made[0].released
 
 
-@pytest.mark.parametrize("pool", KINDS)
+@pytest.mark.parametrize("pool", ONE_KIND)
 def test_weights_that_moved_are_captured_again(pool: type[StandInPool]) -> None:
     plain, (run, lines) = stepper("bf16"), graphed(pool, "bf16")
     for step in range(8):
@@ -281,7 +282,7 @@ def test_weights_that_moved_are_captured_again(pool: type[StandInPool]) -> None:
     assert len(lines) == 2 and pool.made[0].released
 
 
-@pytest.mark.parametrize("pool", KINDS)
+@pytest.mark.parametrize("pool", ONE_KIND)
 def test_released_gradients_are_allocated_again_by_a_later_step(pool: type[StandInPool]) -> None:
     """A run releases them before its final evaluation."""
     plain, (run, lines) = stepper("bf16"), graphed(pool, "bf16")
@@ -449,7 +450,7 @@ def test_replicas_with_one_pass_say_that_nothing_is_captured() -> None:
     assert len(lines) == 1 and "steps of a single pass are not captured" in lines[0]
 
 
-@pytest.mark.parametrize("pool", KINDS)
+@pytest.mark.parametrize("pool", ONE_KIND)
 def test_a_skipped_step_changes_nothing(pool: type[StandInPool], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Guard, "skip", lambda self, loss, norm, step: torch.tensor(float(step in (4, 6))))
     plain, (run, lines) = stepper("fp8-delayed"), graphed(pool, "fp8-delayed")

@@ -77,7 +77,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize(
     "optim",
     [
-        {"states": "8bit", "weights": "bfloat16", "offload": True},
+        pytest.param({"states": "8bit", "weights": "bfloat16", "offload": True}, marks=pytest.mark.full),
         {"states": "8bit", "weights": "24bit", "offload": True},
         {"states": "bfloat16", "weights": "float32"},
         pytest.param({"states": "8bit", "weights": "bfloat16"}, marks=pytest.mark.full),
@@ -93,7 +93,7 @@ def test_updates_equal_ordinary_ones_to_the_bit(
     assert_equal(weights_after(stepper(shape, grad_clip=0.0, gradients=place, **optim), 3), expected)
 
 
-@pytest.mark.parametrize("weights", ["float32", "bfloat16", "24bit"])
+@pytest.mark.parametrize("weights", ["float32", pytest.param("bfloat16", marks=pytest.mark.full), "24bit"])
 def test_sums_of_several_passes_equal_those_on_the_device(weights: str) -> None:
     optim = {"weights": weights, "states": "8bit", "grad_clip": 0.0}
     expected = weights_after(stepper(MOE, **optim), 3, passes=4)
