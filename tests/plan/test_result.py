@@ -62,9 +62,19 @@ OPTIONS = st.lists(st.sampled_from(KEYS), max_size=4, unique=True)
 
 def check_commands(question: dict[str, Any], keys: list[str]) -> None:
     try:
-        plan = make_plan(make_request(PlanQuestion(**question), options(keys)))
+        request = make_request(PlanQuestion(**question), options(keys))
     except UsageError:
         return  # options that contradict each other
+    try:
+        plan = make_plan(request)
+    except UsageError as error:
+        if not (
+            request.own_corpus and "--own-corpus: sets" in str(error)
+        ):  # beside an option that excludes the mode
+            assert request.given is not None, error
+            with pytest.raises(UsageError):  # the run is refused, too
+                build_on_gpus(request.given.layers, question["gpus"])
+        return
     check_plan(question, plan, keys)
 
 
@@ -75,7 +85,7 @@ def check_plan(question: dict[str, Any], plan: Plan, keys: list[str]) -> None:
         run = build_on_gpus(layers_of(band.command), gpus).model_dump()
         # The command names the data, which the plan leaves open. A preset's own text belongs to the preset's path.
         data, named = {"path": run["data"]["path"]}, band.config.get("data", {})
-        if "path" not in named or "data.sources" in keys:
+        if "path" not in named or "sources" in options(keys).get("data", {}):
             data = {**named, **data}
         planned = merge.build([band.config, {"data": data}]).model_dump()
         assert gpus == question["gpus"] and run == planned
