@@ -29,7 +29,7 @@ from deskside.export.gguf_tokenizer import GgufTokenizer
 from deskside.model.transformer import Transformer
 from deskside.ops.rope import frequency_divisors
 from deskside.utils.errors import RunError, UsageError
-from deskside.weights.hf import finish_export, hf_tensors, replaced_when_complete
+from deskside.weights.hf import check_float16, finish_export, hf_tensors, replaced_when_complete
 from deskside.weights.hf_families import family_of
 
 if TYPE_CHECKING:
@@ -250,8 +250,8 @@ def _encoded(tensor: GgufTensor, kind: "gguf.GGMLQuantizationType") -> NDArray[A
     largest = float(np.abs(values).max(initial=0.0))
     if not math.isfinite(largest):
         raise RunError(f"{tensor.name}: contains numbers that are not finite; export an earlier checkpoint")
-    if kind.name == "F16" and largest > torch.finfo(torch.float16).max:
-        raise RunError(f"{tensor.name}: {largest:.3g} is beyond float16; use --dtype bfloat16 or float32")
+    if kind.name == "F16":
+        check_float16(tensor.name, largest)
     encoded: NDArray[Any] = _package().quantize(values, kind)
     return encoded
 

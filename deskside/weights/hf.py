@@ -103,7 +103,9 @@ def save_hf(
     """
     hf_config, state = to_hf(model, config)
     if dtype == torch.float16:
-        _check_float16(state)
+        for name, tensor in state.items():
+            if tensor.numel() and not name.endswith(ROUTER_BIAS):
+                check_float16(name, float(tensor.abs().max()))
     size = sum(tensor.numel() for tensor in state.values()) * dtype.itemsize
     generation: dict[str, Any] = {"do_sample": True, "temperature": 1.0}
     with replaced_when_complete(out_dir, size) as folder:
@@ -124,12 +126,10 @@ def save_hf(
     return out_dir
 
 
-def _check_float16(tensors: Mapping[str, Tensor]) -> None:
-    """Raise RunError for a weight that would become infinite."""
-    for name, tensor in tensors.items():
-        largest = float(tensor.abs().max()) if tensor.numel() else 0.0
-        if largest > torch.finfo(torch.float16).max and not name.endswith(ROUTER_BIAS):
-            raise RunError(f"{name}: {largest:.3g} is beyond float16; use --dtype bfloat16 or float32")
+def check_float16(name: str, largest: float) -> None:
+    """Raise RunError if the largest value of a tensor would become infinite."""
+    if largest > torch.finfo(torch.float16).max:
+        raise RunError(f"{name}: {largest:.3g} is beyond float16; use --dtype bfloat16 or float32")
 
 
 def write_safetensors(tensors: dict[str, Tensor], file: Path, out_dir: Path) -> None:
