@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from deskside.config.dimensions import UNIT, adaptable_projections, check_dimensions, projection_sizes
 from deskside.config.optim import AdamWConfig, MuonConfig
-from deskside.config.sections import ATTENTION_PROJECTIONS, AdapterConfig, check_rows
+from deskside.config.sections import ATTENTION_PROJECTIONS, AdapterConfig, can_share_rows, check_rows
 
 if TYPE_CHECKING:
     from deskside.config.run import RunConfig
@@ -265,7 +265,7 @@ def _check_context_parallel(config: RunConfig) -> None:
     """Raise ValueError, with the key and the remedy, if the rows of this run cannot be divided among processes."""
     context = config.parallel.context
     for stage in config.stages():
-        if stage.sequence_length % (2 * context):
+        if not can_share_rows(context, stage.sequence_length):
             raise ValueError(
                 f"parallel.context: each of {context} processes holds two parts of a row, so rows must be a multiple "
                 f"of {2 * context} tokens, not {stage.sequence_length}"

@@ -113,6 +113,11 @@ def check_rows(key: str, tokens: int, sequence_length: int) -> None:
         )
 
 
+def can_share_rows(processes: int, sequence_length: int) -> bool:
+    """Return True if these processes can share rows (`parallel.context`), of which each holds two equal parts."""
+    return processes == 1 or sequence_length % (2 * processes) == 0
+
+
 Device = Literal["auto", "cpu", "cuda"]
 # auto, and the names in `kernels.attention.BACKENDS`
 AttentionBackendName = Literal[

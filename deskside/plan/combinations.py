@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from deskside.budget.format_costs import LowFormat, Precision, quantized
-from deskside.budget.host import can_replay
 from deskside.budget.step_spec import GradientPlace, OptimizerName, StateFormat, WeightFormat
 from deskside.config import merge
 from deskside.config.dimensions import check_dimensions
 from deskside.config.recipes import recipe_named
+from deskside.config.sections import can_share_rows
 from deskside.plan.estimate import StepEstimate, estimate_max_microbatch
 from deskside.plan.fastest_fit import LADDER, MLP_CHUNK, fastest_that_fits, is_refused
 from deskside.plan.given_model import GivenModel
@@ -46,23 +46,7 @@ def combinations(request: PlanRequest, start: Setting) -> Iterator[Setting]:
                 combined.append((format_cost + HALVED_ROWS_COST * halvings + optimizer_cost, setting))
     # The cost of another format exceeds that of all smaller changes together, and that of shorter rows exceeds both.
     combined.sort(key=lambda pair: pair[0])
-    yield from (setting for _, setting in combined if not contradicts_config(request, setting))
-
-
-def contradicts_config(request: PlanRequest, setting: Setting) -> bool:
-    """Return True for changes that options of the user exclude.
-
-    Released gradients cannot be clipped, products add only to float32 gradients on the GPU, and not every pass can be a
-    CUDA graph.
-    """
-    given = request.given
-    if given is None:
-        return False
-    clips = "optim.grad_clip" in given.explicit and given.config.optim.grad_clip > 0
-    in_products = given.config.precision.accumulate == "fused"
-    small = setting.gradients != "device" or setting.weights != "float32"
-    uncaptured = setting.graphs == "on" and not can_replay(setting)
-    return (clips and setting.gradients == "released") or (in_products and small) or uncaptured
+    yield from (setting for _, setting in combined if not is_refused(request, setting))
 
 
 def best_that_fits(request: PlanRequest, start: Setting) -> tuple[StepEstimate | None, StepEstimate | None]:
@@ -219,7 +203,7 @@ def possible_halvings(setting: Setting) -> list[int]:
 
 def _may_have_rows(setting: Setting, length: int) -> bool:
     """Return True if the recipe and the GPUs that share rows allow rows of this length."""
-    if setting.context > 1 and length % (2 * setting.context):
+    if not can_share_rows(setting.context, length):
         return False
     try:
         check_dimensions(recipe_named(setting.precision), setting.model, sequence_lengths=[length])

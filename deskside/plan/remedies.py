@@ -21,7 +21,6 @@ from deskside.config.model import ModelConfig
 from deskside.facts.gpus import gpus
 from deskside.plan.card import DRIVER_SHARE
 from deskside.plan.combinations import (
-    contradicts_config,
     minimum_over_changes,
     optimizer_changes,
     possible_halvings,
@@ -81,7 +80,7 @@ def remedies(request: PlanRequest, requested: StepEstimate) -> list[Remedy]:
     """Return every remedy that saves memory, each applied separately to the requested run; changes come first."""
     result = []
     for what, setting, costs in [*_one_row_per_pass(requested.setting), *_changes(requested.setting)]:
-        if contradicts_config(request, setting) or is_refused(request, setting):
+        if is_refused(request, setting):
             continue
         only_smaller_passes = replace(requested.setting, micro_tokens=setting.micro_tokens) == setting
         trial = setting if only_smaller_passes else with_max_microbatch_unless_set(request, setting)

@@ -5,6 +5,7 @@ import math
 from deskside.budget.loss import LAW, USEFUL_EPOCHS
 from deskside.budget.scaling import batch_on_gpus, best_batch_tokens
 from deskside.budget.shape import matmul_params
+from deskside.config.sections import can_share_rows
 from deskside.plan.estimate import Range, StepEstimate
 from deskside.plan.expected_loss import optimal_tokens, tokens_to_reach
 from deskside.plan.request import MAX_BUDGET, TIME_SHARES, PlanRequest
@@ -94,9 +95,9 @@ def stages(request: PlanRequest, tokens: int) -> tuple[StageSetting, ...]:
 
     Attention is cheaper over shorter rows.
     """
-    sequence_length, context = request.sequence, request.context
+    sequence_length = request.sequence
     shortest, rest = divmod(sequence_length, STAGES[0][1])
-    if shortest < MIN_STAGE_TOKENS or rest or (context > 1 and shortest % (2 * context)):
+    if shortest < MIN_STAGE_TOKENS or rest or not can_share_rows(request.context, shortest):
         return (StageSetting(1.0, sequence_length, tokens),)
     return tuple(StageSetting(share, sequence_length // divisor, tokens) for share, divisor in STAGES)
 

@@ -12,6 +12,7 @@ from deskside.cli.train import COMMAND
 from deskside.config import merge
 from deskside.config.gpu_batch import build_on_gpus
 from deskside.plan.candidates import models, setting_on_card
+from deskside.plan.combinations import minimum_over_changes
 from deskside.plan.fastest_fit import fastest_that_fits
 from deskside.plan.planner import make_plan
 from deskside.plan.question import PlanQuestion
@@ -214,6 +215,15 @@ def test_a_plan_changes_nothing_that_other_options_exclude(
 ) -> None:
     question = {"gpu": "rtx4090", "gpus": 1, "tokens": "1B", **question}
     check_plan(question, make_plan(make_request(PlanQuestion(**question), overrides)), [])
+
+
+def test_what_options_exclude_does_not_count_as_a_change_that_saves_memory() -> None:
+    """Weights in 16 bits or states on the host would fit, and cannot be beside `schedule.tied_until`."""
+    question = PlanQuestion(gpu="RTX 3060 12GB", tokens="1B", params="1.5B")
+    request = make_request(question, {"schedule": {"tied_until": 0.5}})
+    assert request.given is not None and make_plan(request).verdict == "no"
+    start = setting_on_card(request, request.given.config)
+    assert minimum_over_changes(request, start).memory_bytes[1] > request.card.memory_bytes
 
 
 def test_the_search_shards_nothing_that_options_exclude() -> None:
