@@ -47,6 +47,7 @@ lint: install
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_lint.py
 
 docs: install
 	$(BIN)/python -m mkdocs build --strict

@@ -1,4 +1,4 @@
-"""The whole tree is clean: ruff's rules, ruff's formatting, mypy on the package. `make lint` runs the same checks."""
+"""The whole tree is clean: ruff's rules, ruff's formatting, mypy on the package, and rules of our own."""
 
 import ast
 import re

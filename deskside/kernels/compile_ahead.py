@@ -6,9 +6,10 @@ of kernels that are not compiled yet. Each of them is passed to a thread instead
 """
 
 import contextlib
+import functools
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,7 @@ def compile_ahead(device: torch.device) -> Iterator[None]:
         yield
         return
     from triton import knobs
+    from triton.runtime.jit import JITCallable
 
     jobs: dict[tuple[Any, str], Future[None]] = {}
     threads = max(1, min(MAX_THREADS, len(os.sched_getaffinity(0))))
@@ -49,7 +51,10 @@ def compile_ahead(device: torch.device) -> Iterator[None]:
                 jobs[fn.jit_function, key] = job
             return True
 
-        with _set(knobs.runtime, "jit_cache_hook", submit):
+        with (
+            _set(JITCallable, "parse", _one_thread_at_a_time(JITCallable.parse)),
+            _set(knobs.runtime, "jit_cache_hook", submit),
+        ):
             yield
             # Within the hook, so that no other thread compiles and launches a kernel in the meantime.
             for job in jobs.values():
@@ -62,6 +67,23 @@ def _compile(function: Any, specialization: str) -> None:
 
     kernel = function.preload(specialization)
     driver.active.launcher_cls(kernel.src, kernel.metadata)
+
+
+def _one_thread_at_a_time(parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Return `JITCallable.parse` under a lock.
+
+    Before Python 3.11.8 and 3.12.2, `ast.parse` counts its recursion depth for all threads together. It raises
+    "SystemError: AST constructor recursion depth mismatch" in a thread that is interrupted by another thread's call
+    (https://github.com/python/cpython/issues/106905).
+    """
+    lock = threading.RLock()
+
+    @functools.wraps(parse)
+    def locked(function: Any) -> Any:
+        with lock:
+            return parse(function)
+
+    return locked
 
 
 @contextlib.contextmanager

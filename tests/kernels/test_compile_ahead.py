@@ -1,6 +1,7 @@
 """Kernels are compiled in threads without a launch, by Triton's own compiler for a GPU that this machine lacks."""
 
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -112,6 +113,23 @@ def test_kernels_are_compiled_by_threads_and_not_launched(
         monkeypatch.setattr(kernel, "compile", compiled_again)
     computation()
     assert sorted(driver.launched) == ["add_norm", "gated", "gated", "gated_fp8"]
+
+
+def test_one_thread_parses_at_a_time(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    parse, inside, most = triton.runtime.jit.JITCallable.parse, [], []
+
+    def watched(self: Any) -> Any:
+        inside.append(self)
+        most.append(len(inside))
+        time.sleep(0.05)  # the other threads start to parse, if they may
+        inside.remove(self)
+        return parse(self)
+
+    monkeypatch.setattr(triton.runtime.jit.JITCallable, "parse", watched)
+    with compile_ahead(CUDA):
+        computation()
+    assert len(most) >= len(KERNELS) and max(most) == 1
+    assert triton.runtime.jit.JITCallable.parse is watched
 
 
 @pytest.mark.parametrize(("device", "index"), [("cuda:1", 1), ("cuda", 3)])

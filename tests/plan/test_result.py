@@ -69,9 +69,8 @@ def check_commands(question: dict[str, Any], keys: list[str]) -> None:
     try:
         plan = make_plan(request)
     except UsageError as error:
-        if not (
-            request.own_corpus and "--own-corpus: sets" in str(error)
-        ):  # beside an option that excludes the mode
+        # `--own-corpus` beside an option that excludes it
+        if not (request.own_corpus and "--own-corpus: sets" in str(error)):
             assert request.given is not None, error
             with pytest.raises(UsageError):  # the run is refused, too
                 build_on_gpus(request.given.layers, question["gpus"])
