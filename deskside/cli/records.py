@@ -209,12 +209,13 @@ def _show_replay(
 
 def _add(options: RecordsAddOptions) -> int:
     from deskside.measurements.reported import PACKAGE, is_checkout
-    from deskside.records.entry import append_record, record_of_runs
+    from deskside.records.entry import append_record, check_addable, record_of_runs
     from deskside.run.record import read_run
 
     if options.file is None and not is_checkout(PACKAGE.parent):
         raise UsageError(f"--file is missing: this deskside is not a checkout; give the {FILE} of one")
     file = Path(options.file) if options.file is not None else PACKAGE / "facts" / FILE
+    check_addable(options.name, file)
     record, _ = record_of_runs(
         [read_run(Path(path)) for path in options.runs],
         options.corpus,

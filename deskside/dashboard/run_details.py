@@ -47,6 +47,10 @@ def key_numbers(row: TableRow, newest: Mapping[str, float]) -> dict[str, str | N
         quality = {"held-out accuracy": percent(newest["val_accuracy"], 1)}
     elif bpb is None and "val_reward" in newest:
         quality = {"held-out reward": shown(newest["val_reward"], ".3f")}
+    elif bpb is None and "val_margin" in newest:  # KTO, with good and bad answers held out
+        quality = {"held-out margin": shown(newest["val_margin"], ".3f")}
+    elif bpb is None and "val_loss" in newest:
+        quality = {"held-out loss": shown(newest["val_loss"], ".4f")}
     share = 1.0 if row.val_share is None else row.val_share
     return {
         **quality,

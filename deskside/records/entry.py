@@ -82,13 +82,26 @@ def record_of_runs(
     return record, scored
 
 
+def check_addable(name: str, file: Path) -> None:
+    """Raise UsageError if a record of this name cannot be added to a file, before its runs are scored."""
+    _, known = _with_entry(file, "")
+    if any(record.name == name for record in known):
+        raise UsageError(f"--name {name}: {file} has a record of this name; choose another name")
+
+
 def append_record(record: LossRecord, file: Path) -> None:
     """Append a record to a file in the format of `records.toml`. Raises UsageError if the result would not be valid."""
+    content, _ = _with_entry(file, as_toml(record))
+    write_atomically(file, content)
+
+
+def _with_entry(file: Path, entry: str) -> tuple[bytes, tuple[LossRecord, ...]]:
+    """Return the content of a file of records with an entry at its end, and its records. Raises UsageError."""
     try:
-        changed = file.read_bytes().rstrip() + f"\n\n{as_toml(record)}".encode()
-        table = toml_table(changed)
+        content = file.read_bytes().rstrip() + f"\n\n{entry}".encode()
+        table = toml_table(content)
         parse_corpora(table)
-        parse_records(table)
+        return content, parse_records(table)
     except OSError as error:
         raise UsageError(
             f"{file}: {error.strerror}; give the records.toml of a checkout with --file"
@@ -97,7 +110,6 @@ def append_record(record: LossRecord, file: Path) -> None:
         raise UsageError(f"{file}: not valid TOML: {error}") from None
     except (KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{file}: is no {FILE} ({error}); give that of a checkout with --file") from None
-    write_atomically(file, changed)
 
 
 def as_toml(record: LossRecord) -> str:

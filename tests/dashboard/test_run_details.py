@@ -35,7 +35,9 @@ def test_numbers_that_were_not_measured_are_none() -> None:
 def test_a_run_without_bits_per_byte_shows_the_result_of_its_objective() -> None:
     row = TableRow("a", RUN, "", "finished")
     assert key_numbers(row, {"val_reward": 0.5})["held-out reward"] == "0.500"
-    assert key_numbers(row, {"val_accuracy": 0.25})["held-out accuracy"] == "25.0 %"
+    assert key_numbers(row, {"val_accuracy": 0.25, "val_margin": 0.1})["held-out accuracy"] == "25.0 %"
+    assert key_numbers(row, {"val_margin": 0.1, "val_loss": 0.4})["held-out margin"] == "0.100"
+    assert key_numbers(row, {"val_loss": 0.4})["held-out loss"] == "0.4000"
 
 
 def test_options_that_differ() -> None:

@@ -221,7 +221,7 @@ def _add(made: Made, file: Path, runs: Sequence[Path], name: str = "new") -> int
     return main([*words, "--commit", "1a2b3c4d", "--raw", "docs", "--file", str(file)])
 
 
-def test_add(made: Made, shown: Path, on_h200: list[Path]) -> None:
+def test_add(made: Made, shown: Path, on_h200: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     assert _add(made, shown, on_h200) == 0
     table.records.cache_clear()
     new = table.find_record("new")
@@ -234,8 +234,10 @@ def test_add(made: Made, shown: Path, on_h200: list[Path]) -> None:
     assert new.bits_per_byte == tuple(round(run.bits_per_byte, 5) for run in made.found)
     assert table.find_record("cpu-tiny") == made.record
     before = shown.read_text()
-    assert _add(made, shown, on_h200) == 2  # the name is in use
     assert _add(made, shown, [on_h200[0], on_h200[0]], "twice") == 2
+    # Refused before the runs are scored, which takes minutes: the name is in use, or there is no file.
+    monkeypatch.setattr(entry, "score_run", None)
+    assert _add(made, shown, on_h200) == _add(made, shown.parent / "none.toml", on_h200) == 2
     assert shown.read_text() == before
 
 
@@ -289,8 +291,11 @@ def test_what_is_no_file_of_records_is_refused(content: bytes | None, tmp_path: 
     file = tmp_path / "records.toml"
     if content is not None:  # else a folder is given
         file.write_bytes(content)
+    record, given = table.records()[0], tmp_path if content is None else file
     with pytest.raises(UsageError):
-        entry.append_record(table.records()[0], tmp_path if content is None else file)
+        entry.append_record(record, given)
+    with pytest.raises(UsageError):
+        entry.check_addable(record.name, given)
     assert content is None or file.read_bytes() == content
 
 
