@@ -15,6 +15,7 @@ from deskside.budget.loss import (
 from deskside.budget.scaling import batch_token_factor
 from deskside.budget.shape import num_params
 from deskside.config import merge
+from deskside.config.align import DpoConfig, KtoConfig
 from deskside.config.recipes import expert_recipe, recipe_named
 from deskside.plan import bands as band_choice
 from deskside.plan import own_corpus
@@ -227,8 +228,14 @@ def _speed_notes(request: PlanRequest, shown: StepEstimate) -> list[str]:
 
 
 def _notes(request: PlanRequest, chosen: Band | None) -> list[str]:
-    """Return the notes of the request, and notes on the assumed link between GPUs and the assumed amount of text."""
+    """Return the notes of the request, and notes on the assumed link between GPUs, the assumed amount of text, and the
+    pass of a reference model."""
     notes, gpu = list(request.notes), request.card.gpu
+    align = None if request.given is None else request.given.config.align
+    if isinstance(align, KtoConfig) or (isinstance(align, DpoConfig) and not align.reference_free):
+        notes.append(
+            "time: without the forward pass of each text under the reference model, before the first step"
+        )
     if request.gpus > 1:
         link = "PCIe, assumed"
         if gpu is not None:

@@ -161,6 +161,21 @@ def test_pairs_of_probe_points() -> None:
 
 
 @pytest.mark.parametrize(
+    ("align", "told"),
+    [('name = "sft"', 0), ('name = "kto"', 1), ('name = "dpo"', 1), ('name = "dpo", loss = "simpo"', 0)],
+)
+def test_the_pass_of_a_reference_model_is_not_planned_and_said_to_be(
+    align: str, told: int, tmp_path: Path
+) -> None:
+    preset = tmp_path / "mine.toml"
+    preset.write_text(
+        f'base = "124m"\nalign = {{{align}, data = ["x.jsonl"]}}\ndata = {{document_mask = true}}\n'
+    )
+    found = make_plan(ask(gpu="rtx4090", preset=str(preset), tokens="10M"))
+    assert sum("reference model" in note for note in found.notes) == told
+
+
+@pytest.mark.parametrize(
     ("gpu", "precision", "notes"),
     [
         ("h200", "bf16", 0),
