@@ -122,6 +122,12 @@ class Command(Generic[Options]):
         keys = config_values(parsed, self.align) if self.configuration else {}
         return self._command_options(parsed), keys
 
+    def given(self, argv: Sequence[str]) -> set[str]:
+        """Return the names of the command's own options that are in a command line, which `parse` accepts."""
+        words, _ = _hyphenated(argv)
+        parsed, _ = self.parser().parse_known_intermixed_args(words)
+        return {field.name for field in _ordered_fields(self.options) if hasattr(parsed, field.name)}
+
     def parser(self) -> argparse.ArgumentParser:
         """Return the argparse parser of all options. Its result has only the options that were given."""
         parser = _Parser(prog=self.prog, add_help=False, allow_abbrev=False, exit_on_error=False)

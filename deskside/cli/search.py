@@ -112,7 +112,7 @@ def run(argv: Sequence[str]) -> int:
                 f"give another directory with --out"
             )
         plan = folder.read()
-        _check_same(options, given, plan)
+        _check_same(options, given, argv, plan)
         check = memory_check(local_machine(), plan.memory_fraction, _on_cpu(plan))
         if options.dry_run:
             _show(plan, None, check, options)
@@ -161,7 +161,7 @@ def _name(preset: str | None) -> str:
     return Path(preset or "124m").name.removesuffix(".toml")
 
 
-def _check_same(options: SearchOptions, given: dict[str, Any], plan: SearchPlan) -> None:
+def _check_same(options: SearchOptions, given: dict[str, Any], argv: Sequence[str], plan: SearchPlan) -> None:
     """Raise UsageError if a resumed search is given another preset or other options than it was begun with."""
     if options.preset not in (None, plan.base) and not _names_directory(options):
         raise UsageError(
@@ -169,11 +169,11 @@ def _check_same(options: SearchOptions, given: dict[str, Any], plan: SearchPlan)
         )
     begun, _ = COMMAND.parse_config(shlex.split(plan.command)[2:])
     names = ("hours", "over", "pruner", "minutes_per_trial", "trials", "sampler", "seeds", "proxy")
-    default = SearchOptions()
+    repeated = COMMAND.given(argv)
     differing = [
         name.replace("_", "-")
         for name in names
-        if getattr(options, name) not in (getattr(default, name), getattr(begun, name))
+        if name in repeated and getattr(options, name) != getattr(begun, name)
     ]
     if given and given != plan.given:
         differing += given

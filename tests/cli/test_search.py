@@ -95,10 +95,16 @@ def test_a_dry_run_says_what_is_searched_and_makes_nothing(
         (["demo", "--resume"], 0),
         (["--out", "searches/demo", "--resume"], 0),
         (["124m", "--out", "searches/demo", "--resume"], 2),
+        (["demo", "--resume", "--hours", "1", "--seeds", "5"], 0),
+        (["demo", "--resume", "--seeds", "3"], 2),  # the default, but not of this search
+        (["demo", "--resume", "--hours", "2"], 2),
     ],
 )
-def test_a_search_is_continued_with_its_own_preset_only(argv: list[str], code: int, here: Path) -> None:
-    begin(here / "searches" / "demo")
+def test_a_search_is_continued_with_its_own_preset_and_options_only(
+    argv: list[str], code: int, here: Path
+) -> None:
+    command = "deskside search demo --hours 1 --seeds 5"
+    begin(here / "searches" / "demo", command=command)
     assert main(["search", *argv, "--dry-run"]) == code
 
 
