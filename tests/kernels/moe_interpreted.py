@@ -2,10 +2,13 @@
 
 import math
 from dataclasses import fields
+from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
+from triton.language import standard
+from triton.runtime.interpreter import ReduceOps
 
 from deskside.kernels.moe import fp8_launch, fp8_rows, grouped, reference
 from deskside.kernels.moe import moe_launch as launch
@@ -68,6 +71,27 @@ def gathered_gated(found: dict[str, float]) -> None:
             found[f"gathered_gated {N} {E} {k} {D} x {F} {activation} {align}"] = error(ours, truth)
 
 
+def routing_of_nan(found: dict[str, float]) -> None:
+    """Route a token whose logits are all NaN, and one with a single NaN. Choices of experts that do not exist would
+    leave sorted rows unwritten, and the next kernels would read tokens that do not exist.
+
+    Maxima are reduced by Triton's own function, as on a GPU. The interpreter would use numpy's, which finds NaN.
+    """
+
+    def reduced(self: Any, given: Any) -> Any:
+        is_argmax = self.combine_fn is standard._argmax_combine_tie_break_left
+        return self.generic_reduce(given) if is_argmax else apply_impl(self, given)
+
+    apply_impl = ReduceOps.apply_impl
+    logits = torch.tensor([[math.nan] * 3, [0.5, math.nan, 0.1]])
+    with mock.patch.object(launch, "ROUTED", 8), mock.patch.object(ReduceOps, "apply_impl", reduced):
+        routing = launch.route(logits, 2, normalise=False, sigmoid=True, bias_E=torch.zeros(3))
+    expected = {"experts_Nk": [0, 1, 1, 0], "tokens_S": [0, 1, 0, 1], "ends_E": [2, 4, 4]}
+    for name, values in expected.items():
+        found[f"{name} of NaN"] = float(getattr(routing, name).flatten().tolist() != values)
+    found["weights_S of NaN"] = float(routing.weights_S.isnan().tolist() != [True, False, True, True])
+
+
 def main() -> dict[str, float]:
     """Return the error of each kernel."""
     torch.manual_seed(0)
@@ -75,6 +99,7 @@ def main() -> dict[str, float]:
     found: dict[str, float] = {}
     grouped_products(found)
     gathered_gated(found)
+    routing_of_nan(found)
     for N, E, k, normalise, align in (
         (37, 5, 2, True, 1),
         (37, 5, 2, True, 16),
