@@ -270,6 +270,12 @@ def test_the_gate_divides_in_one_instruction(build: Build) -> None:
     assert "div.full" not in ptx
 
 
+@pytest.mark.parametrize("name", ["relu2", "relu2 backward"])
+def test_relu2_does_not_turn_nan_into_zero(name: str, build: Build) -> None:
+    """In PTX, the maximum of NaN and a number is the number, except for max.NaN."""
+    assert not re.search(r"\bmax(\.ftz)?\.f32", build(named(name), 89).ptx)
+
+
 @pytest.mark.parametrize("capability", [89, 120])
 def test_codes_are_read_and_weights_written_16_bytes_at_a_time(capability: int, build: Build) -> None:
     """Each thread handles 32 weights: two loads of 16 codes, and four stores of 8 weights, each with its own mask."""

@@ -52,7 +52,7 @@ def activation(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
         t = 2 * sigmoid(2 * inner) - 1
         slope = 0.7978845608028654 * (1 + 3 * 0.044715 * x * x)
         return 0.5 * x * (1 + t), 0.5 * (1 + t) + 0.5 * x * (1 - t * t) * slope
-    r = tl.maximum(x, 0.0)
+    r = tl.where(x < 0.0, 0.0, x)  # a maximum would turn NaN into 0
     return r * r, 2 * r
 
 
