@@ -1,11 +1,14 @@
 """The fused kernels in Triton's interpreter compared with their torch reference, and that reference with autograd."""
 
+from importlib import import_module
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from deskside.kernels import fused
-from deskside.kernels.fused import Cast, Fp8
+from deskside.kernels.fused import Cast, Fp8, QkvLayout
 from tests.kernels.interpreter import interpreted
 
 # the interpreter truncates to FP8 instead of rounding: rarely up to a whole step of 1/8
@@ -43,6 +46,20 @@ def test_the_norms_backward_is_autograds() -> None:
     got = fused.add_norm_backward(grad, out, rstd, weight, above)
     for ours, truth in zip(got, expected, strict=True):
         torch.testing.assert_close(ours, truth, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("C", [64, 128])
+def test_the_grid_of_ropes_gradient_fits_a_gpu(C: int) -> None:
+    """CUDA's grids have at most 65,535 blocks in all dimensions but the first. A pass may have 4 million tokens."""
+    jit = pytest.importorskip("triton.runtime.jit")
+    launch = import_module("deskside.kernels.fused.launch")
+    layout, N = QkvLayout(4, 2, C, 1e-6), 2**22
+    grids: list[tuple[int, ...]] = []
+    with mock.patch.object(jit.JITFunction, "run", lambda *args, grid, **options: grids.append(grid)):
+        qkv, *grads = (torch.empty(N, heads, C, device="meta") for heads in (8, 4, 2, 2))
+        launch.qk_norm_rope(qkv.flatten(1), None, None, None, layout)
+        launch.qk_norm_rope_backward(grads, qkv.flatten(1), None, None, None, layout)
+    assert len(grids) == 2 and all(size <= 65535 for _, *others in grids for size in others)
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])

@@ -168,7 +168,7 @@ def qk_norm_rope_backward(
     strides = [stride for g in grads for stride in g.stride()[:2]]
     sums_and_scalars = (sums, N, 1 if cos is None else len(cos), layout.eps, *strides)
     constants = (heads, layout.kv_heads, C, rows, heads_per_program, q_weight is not None, angles is not None)
-    grid = (width // C // heads_per_program, programs)
+    grid = (programs * (width // C // heads_per_program),)
     out: Tensor | Fp8
     if cast is None:
         out = torch.empty_like(qkv)

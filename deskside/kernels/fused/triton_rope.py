@@ -52,6 +52,16 @@ def qk_norm_rope(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _block_and_group(HEADS: tl.constexpr, KV_HEADS: tl.constexpr, PER_PROGRAM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the numbers of a program's block of tokens and group of heads; the groups of one block run together.
+
+    The grid has one dimension, because the others of a GPU's grid end at 65,535.
+    """
+    groups: tl.constexpr = (HEADS + 2 * KV_HEADS) // PER_PROGRAM
+    return tl.program_id(0) // groups, tl.program_id(0) % groups
+
+
+@triton.jit
 def qk_norm_rope_backward(  # type: ignore[no-untyped-def]
     GRAD_Q, GRAD_K, GRAD_V, QKV, Q_WEIGHT, K_WEIGHT, COS, SIN, OUT, GRAD_WEIGHTS, N, P, eps,
     q_stride_n, q_stride_h, k_stride_n, k_stride_h, v_stride_n, v_stride_h,
@@ -67,7 +77,8 @@ def qk_norm_rope_backward(  # type: ignore[no-untyped-def]
     """
     HALF: tl.constexpr = C // 2
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * C
-    token = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    block, group = _block_and_group(HEADS, KV_HEADS, PER_PROGRAM)
+    token = block * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = token.to(tl.int64)
     half = tl.arange(0, HALF)
     mask = (rows < N)[:, None] & (half < HALF)[None, :]
@@ -75,7 +86,7 @@ def qk_norm_rope_backward(  # type: ignore[no-untyped-def]
     total_a = tl.zeros((BLOCK_N, HALF), tl.float32)
     total_b = tl.zeros((BLOCK_N, HALF), tl.float32)
     for index in range(PER_PROGRAM):
-        head = tl.program_id(0) * PER_PROGRAM + index
+        head = group * PER_PROGRAM + index
         offsets = rows[:, None] * WIDTH + head * C + half[None, :]
         if head < HEADS + KV_HEADS:
             if head < HEADS:
@@ -108,7 +119,7 @@ def qk_norm_rope_backward(  # type: ignore[no-untyped-def]
         tl.store(OUT + offsets, first.to(OUT.dtype.element_ty), mask=mask)
         tl.store(OUT + offsets + HALF, second.to(OUT.dtype.element_ty), mask=mask)
     if NORM:
-        _store_totals(GRAD_WEIGHTS, total_a, total_b, (HEADS + KV_HEADS) // PER_PROGRAM, C)
+        _store_totals(GRAD_WEIGHTS, total_a, total_b, block, group, (HEADS + KV_HEADS) // PER_PROGRAM, C)
 
 
 @triton.jit
@@ -124,7 +135,8 @@ def qk_norm_rope_backward_fp8(  # type: ignore[no-untyped-def]
     """
     HALF: tl.constexpr = C // 2
     WIDTH: tl.constexpr = (HEADS + 2 * KV_HEADS) * C
-    word = tl.program_id(1) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
+    block, group = _block_and_group(HEADS, KV_HEADS, PER_PROGRAM)
+    word = block * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
     words = word.to(tl.int64)
     half = tl.arange(0, HALF)
     mask = (words < N // 4)[:, None] & (half < HALF)[None, :]
@@ -138,7 +150,7 @@ def qk_norm_rope_backward_fp8(  # type: ignore[no-untyped-def]
     total_a = tl.zeros((BLOCK_N // 4, HALF), tl.float32)
     total_b = tl.zeros((BLOCK_N // 4, HALF), tl.float32)
     for index in range(PER_PROGRAM):
-        head = tl.program_id(0) * PER_PROGRAM + index
+        head = group * PER_PROGRAM + index
         if head < HEADS + KV_HEADS:
             is_query = head < HEADS
             if is_query:
@@ -191,7 +203,7 @@ def qk_norm_rope_backward_fp8(  # type: ignore[no-untyped-def]
         store_fp8(ROWS, WORDS, e, f, g, h, scale, words, column + HALF, mask, WIDTH, N)
         largest = max_abs(largest, max_abs(max_abs_of_four(a, b, c, d), max_abs_of_four(e, f, g, h)))
     if NORM:
-        _store_totals(GRAD_WEIGHTS, total_a, total_b, (HEADS + KV_HEADS) // PER_PROGRAM, C)
+        _store_totals(GRAD_WEIGHTS, total_a, total_b, block, group, (HEADS + KV_HEADS) // PER_PROGRAM, C)
     update_amax(AMAX, largest)
 
 
@@ -235,10 +247,11 @@ def _head_gradient(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _store_totals(GRAD_WEIGHTS, total_a, total_b, GROUPS: tl.constexpr, C: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_totals(  # type: ignore[no-untyped-def]
+    GRAD_WEIGHTS, total_a, total_b, block, group, GROUPS: tl.constexpr, C: tl.constexpr
+):
     """Sum the shares of the norm weight's gradient over rows, and write them. Programs of value heads have none."""
-    group = tl.program_id(0)
     if group < GROUPS:
-        sums = GRAD_WEIGHTS + (tl.program_id(1) * GROUPS + group) * C + tl.arange(0, C // 2)
+        sums = GRAD_WEIGHTS + (block * GROUPS + group) * C + tl.arange(0, C // 2)
         tl.store(sums, tl.sum(total_a, axis=0))
         tl.store(sums + C // 2, tl.sum(total_b, axis=0))
