@@ -304,6 +304,15 @@ def test_choose_rejects_a_broken_backend(fault: str) -> None:
         del BACKENDS["broken"]
 
 
+@pytest.mark.parametrize(
+    ("changes", "name"), [({"tokens": 1}, "sdpa"), ({"window": 1}, "chunked"), ({"window": 1}, "reference")]
+)
+def test_choose_accepts_gradients_that_are_zero(changes: dict[str, int], name: str) -> None:
+    """A query that sees one key has the weight 1 for it, whatever q and k are."""
+    choice = choose(need(**changes), [name])
+    assert choice.name == name and choice.errors[name] < 1e-6
+
+
 def test_the_configuration_has_the_names_of_all_backends() -> None:
     assert {*get_args(AttentionBackendName)} == {"auto", *BACKENDS}
 
