@@ -19,6 +19,14 @@ from torch import Tensor, nn
 
 from deskside.ops.linear import Slice
 
+# Of a row of zeros, so that its magnitude 0 divided by it is 0 and not NaN.
+SMALLEST_NORM = torch.finfo(torch.float32).tiny
+
+
+def row_norms(weight: Tensor) -> Tensor:
+    """Return the norm of each row in float32, at least SMALLEST_NORM. (..., rows, in) -> (..., rows)."""
+    return torch.linalg.vector_norm(weight, dim=-1, dtype=torch.float32).clamp_min(SMALLEST_NORM)
+
 
 class Magnitudes(nn.Module):
     """The magnitudes of the adapted projections of one weight.
@@ -57,7 +65,7 @@ class Magnitudes(nn.Module):
                 a_RI, b_OR = a[s.name].detach(), b[s.name].detach()
                 cross_OR = product(a_RI.to(dtype))[:, s.start : s.stop].T.float()
                 change = (b_OR * (2 * scale * cross_OR + scale**2 * (b_OR @ (a_RI @ a_RI.T)))).sum(dim=1)
-                norm = (self.square[s.start : s.stop] + change).clamp_min(0).sqrt()
+                norm = (self.square[s.start : s.stop] + change).clamp_min(0).sqrt().clamp_min(SMALLEST_NORM)
             parts.append(self.values[s.name] / norm)
             row = s.stop
         parts.append(self.square.new_ones(len(self.square) - row))

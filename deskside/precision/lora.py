@@ -33,7 +33,7 @@ from deskside.kernels.stored_weights import embedding
 from deskside.ops.grouped import grouped_linear
 from deskside.ops.linear import Embedding, Linear, Slice
 from deskside.ops.moe import Experts
-from deskside.precision.dora import Magnitudes
+from deskside.precision.dora import Magnitudes, row_norms
 from deskside.precision.row_adapters import RowAdapters
 
 
@@ -105,8 +105,7 @@ class Adapter(nn.Module):
             rows = weight[..., s.start : s.stop, :]
             rows += (self.b[s.name].float() @ self.a[s.name].float()).mul_(self.scale).to(weight.device)
             if self.magnitudes is not None:
-                norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-                rows *= self.magnitudes.values[s.name].to(weight.device)[:, None] / norm
+                rows *= (self.magnitudes.values[s.name].to(weight.device) / row_norms(rows))[:, None]
 
     def joined(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return all A stacked (ranks, in), and all B on a block diagonal (rows, ranks); for experts, of each."""

@@ -24,6 +24,7 @@ from deskside.config.model import ModelConfig
 from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
 from deskside.ops.logical import LogicalTensor, logical_tensors
+from deskside.precision.dora import row_norms
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.hub import hub_model
 from deskside.weights.hf import by_hf_name, hf_name, read_parts
@@ -54,13 +55,13 @@ class LowRank:
         weight = weight.float() + self.scale * (self.b.to(device) @ self.a.to(device))
         if self.magnitude is None:
             return weight
-        return weight * (self.magnitude.to(device) / torch.linalg.vector_norm(weight, dim=1))[:, None]
+        return weight * (self.magnitude.to(device) / row_norms(weight))[:, None]
 
     def gain(self, weight: Tensor) -> Tensor:
         """Return the factor of each row of W + scale B A with DoRA, (out,) float32."""
         assert self.magnitude is not None
         sum_OI = replace(self, magnitude=None).merged(weight)
-        return self.magnitude.to(weight.device) / torch.linalg.vector_norm(sum_OI, dim=1)
+        return self.magnitude.to(weight.device) / row_norms(sum_OI)
 
     def rows(self, start: int, stop: int) -> "LowRank":
         """Return the adapter of these rows of the weight."""

@@ -23,6 +23,7 @@ from deskside.precision.convert import convert
 from deskside.precision.frozen import FrozenLinear
 from deskside.precision.lora import Adapter, num_trained_parameters
 from deskside.utils.errors import UsageError
+from deskside.weights.peft_adapters import LowRank
 from tests.optim.models import NO_SCALING
 
 TOKENS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
@@ -99,6 +100,21 @@ def test_initial_values_are_of_seed_and_name_alone() -> None:
     assert torch.equal(values[0][a], values[1][a]) and not torch.equal(values[0][a], values[2][a])
     assert not torch.equal(values[0][a], values[0][a.replace("layers.1", "layers.0")])
     assert all(not p.any() for name, p in one.named_parameters() if ".adapter.b." in name)
+
+
+@pytest.mark.parametrize("base", ["bf16", "int8"])
+def test_dora_leaves_a_row_of_zeros_as_it_is(base: Any) -> None:
+    """The output matrices of blocks begin as zeros, so the norm of each of their rows is 0, and 0 / 0 is NaN."""
+    model, plain = adapted(base, options={"dora": True}), adapted(base)
+    loss = model.loss(TOKENS, TOKENS)
+    torch.testing.assert_close(loss.detach(), plain.loss(TOKENS, TOKENS).detach(), rtol=1e-5, atol=0)
+    loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    output = model.layers[0].attn.output  # type: ignore[union-attr]
+    weight = torch.zeros(64, 64)
+    output.adapter.merge(weight)  # type: ignore[union-attr, operator]
+    low_rank = LowRank(output.adapter.a["o_proj"], output.adapter.b["o_proj"], 1.0, torch.zeros(64))  # type: ignore[union-attr, index]
+    assert not weight.any() and not low_rank.merged(weight).any() and not low_rank.gain(weight).any()
 
 
 @pytest.mark.parametrize("base", FORMATS)
