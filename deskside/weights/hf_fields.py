@@ -159,7 +159,10 @@ def softcap(name: str, default: float | None) -> Field:
 def _whole_scalar(config: ModelConfig) -> bool:
     """Return True if the factor of the scores is 1 / sqrt(n) for an integer n, as query_pre_attn_scalar requires."""
     factor = config.attention_multiplier
-    return factor is None or round(factor**-2) ** -0.5 == factor
+    if factor is None:
+        return True
+    scalar = round(factor**-2)
+    return scalar > 0 and scalar**-0.5 == factor
 
 
 DIVISIBLE_HIDDEN_SIZE = (

@@ -85,6 +85,7 @@ FILES: dict[str, dict[str, Any]] = {
         "rope_scaling": {**YARN, "truncate": False},
         "router_aux_loss_coef": 0.9,
     },
+    "granite": {**SIZES, "model_type": "granite", "attention_multiplier": 2.0},
 }
 
 FILES["gpt-oss without scaling"] = {
