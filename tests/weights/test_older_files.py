@@ -86,6 +86,14 @@ FILES: dict[str, dict[str, Any]] = {
         "router_aux_loss_coef": 0.9,
     },
     "granite": {**SIZES, "model_type": "granite", "attention_multiplier": 2.0},
+    "ministral": {
+        **SIZES,
+        "model_type": "mistral",
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "sliding_window": 5,
+        "layer_types": ["full_attention", "sliding_attention"] * 3,
+    },
 }
 
 FILES["gpt-oss without scaling"] = {
