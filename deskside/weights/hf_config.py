@@ -159,6 +159,9 @@ def _hf_windows(config: ModelConfig, family: Family) -> dict[str, Any]:
     assert family.windows is not None
     windows = [config.layer_window(layer) for layer in range(config.num_hidden_layers)]
     result: dict[str, Any] = {"sliding_window": config.sliding_window if any(windows) else None}
+    if family.windows.by_layer and family.windows.switch is None and not any(windows):
+        # transformers prepares a window even if no layer has one, so it must have a size.
+        result["sliding_window"] = config.max_position_embeddings
     if family.windows.switch is not None:
         result[family.windows.switch] = any(windows)
     if family.windows.by_layer:

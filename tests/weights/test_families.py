@@ -5,13 +5,17 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
-from benchmarks.families import Parity, measure, table
+from benchmarks.families import Parity, measure, small_config, table
 from deskside.config.model import ModelConfig, ModelType
 from deskside.utils.errors import RunError, UsageError
+from deskside.weights.hf import load_hf, save_hf
 from deskside.weights.hf_config import from_hf_config, nearest_family, to_hf_config
 from deskside.weights.hf_families import FAMILIES
 from deskside.weights.published import published_checkpoints
+from tests.export.test_hf_parity import random_model
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
@@ -20,6 +24,21 @@ def test_a_family_is_that_of_transformers(model_type: str, tmp_path: Path) -> No
     assert parity.logits < 1e-4 and parity.back < 1e-4 and parity.adapters < 1e-4
     assert parity.gradients < 1e-4 and parity.losses < 1e-5
     assert parity.greedy == 1
+
+
+@pytest.mark.parametrize("model_type", ["ministral", "dots1", "gemma2", "gemma3_text", "olmo3", "gpt_oss"])
+def test_without_windows_a_family_that_has_them_is_that_of_transformers(
+    model_type: str, tmp_path: Path
+) -> None:
+    options = small_config(FAMILIES[model_type]).model_dump(
+        exclude={"window_pattern", "rope_local_base_freq"}
+    )
+    model = random_model(**{**options, "model_type": model_type, "sliding_window": None})
+    save_hf(model, model.config, None, tmp_path / "hf")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", attn_implementation="eager")
+    tokens = torch.arange(20)[None]
+    torch.testing.assert_close(theirs(tokens).logits, model(tokens), atol=1e-4, rtol=1e-4)
+    assert load_hf(tmp_path / "hf")[0].sliding_window is None
 
 
 def test_the_table_of_the_document_is_that_of_its_data() -> None:
