@@ -217,7 +217,7 @@ def _complete(folder: Path, need: Need) -> bool:
     index = folder / "model.safetensors.index.json"
     if need == "model" and (folder / "adapter_config.json").is_file():
         names = {"adapter_model.safetensors"}
-    elif need == "model" and index.is_file():
+    elif need == "model" and index.is_file() and not (folder / "model.safetensors").is_file():
         weight_map = read_json_object(index).get("weight_map")
         shards = weight_map.values() if isinstance(weight_map, dict) else ()
         names = names - {"model.safetensors"} | {str(name) for name in shards}

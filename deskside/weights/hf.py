@@ -238,7 +238,7 @@ def read_parts(
 
 
 class _StoredTensors:
-    """The tensors of a directory: one safetensors file, or shards with an index. stack: closes the files."""
+    """The tensors of a directory: one safetensors file, or else shards with an index. stack: closes the files."""
 
     def __init__(self, folder: Path, family: Family, stack: ExitStack):
         self.folder, self.family = folder, family
@@ -246,13 +246,14 @@ class _StoredTensors:
         self.stored_prefix = ""
         index = folder / "model.safetensors.index.json"
         single = folder / "model.safetensors"
-        if index.exists():
+        # As in transformers, whose save_pretrained leaves the index of earlier shards behind.
+        if single.exists():
+            names = [single.name]
+        elif index.exists():
             files = read_json_object(index).get("weight_map")
             if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
                 raise RunError(f"{index}: has no weight_map of names to files")
             names = sorted(set(files.values()))
-        elif single.exists():
-            names = [single.name]
         else:
             raise UsageError(f"{folder} has no model.safetensors; save it with safe_serialization first")
         self.file_of: dict[str, Any] = {}

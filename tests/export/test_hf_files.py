@@ -66,6 +66,21 @@ def test_published_checkpoints_load(name: str, shards: bool, tmp_path: Path) -> 
         assert [config.layer_window(i) for i in range(3)] == [None, 6, 6] and config.rope_theta == 5e5
 
 
+@pytest.mark.parametrize("shards_are_left", [False, True])
+def test_one_file_replaces_the_shards_of_an_index(shards_are_left: bool, tmp_path: Path) -> None:
+    published("qwen3").save_pretrained(tmp_path, max_shard_size="20KB")
+    shards = {path: path.read_bytes() for path in tmp_path.glob("model-*")}
+    newer = published("qwen3")
+    newer.model.norm.weight.data += 1
+    newer.save_pretrained(tmp_path)  # deletes the shards, and not their index
+    assert (tmp_path / "model.safetensors.index.json").exists() and not list(tmp_path.glob("model-*"))
+    for path, content in shards.items() if shards_are_left else ():
+        path.write_bytes(content)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    inputs, _ = batch()
+    torch.testing.assert_close(load_hf(tmp_path)[1](inputs), theirs(inputs).logits, atol=1e-4, rtol=1e-4)
+
+
 def test_gpt2_as_openai_published_it(tmp_path: Path) -> None:
     """Names lack the prefix, and the causal masks are stored like weights."""
     theirs = published("gpt2").eval()

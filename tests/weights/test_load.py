@@ -291,6 +291,7 @@ def test_values_of_the_wrong_kind_are_named(name: str, run: Path, tmp_path: Path
 )
 def test_an_index_of_shards_that_is_none(content: str, run: Path, tmp_path: Path) -> None:
     folder = save_hf(made(1), SHAPE, run, tmp_path / "hf")
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     (folder / "model.safetensors.index.json").write_text(content)
     with pytest.raises(RunError, match=r"model\.safetensors\.index\.json(: has no weight_map| is damaged)"):
         load_model(folder)
