@@ -15,7 +15,8 @@ from deskside.data.tokenizer import GGUF_PRE_TOKENIZER, SPLIT_PATTERN, end_of_te
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.utils.errors import UsageError
 from deskside.utils.parsing import read_json_object
-from deskside.weights.load import read_eos_ids, special_token_id
+from deskside.weights.hf import read_eos_ids
+from deskside.weights.load import special_token_id
 
 # Token types of the format: ggml-org/ggml, docs/gguf.md.
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5

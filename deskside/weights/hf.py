@@ -335,7 +335,7 @@ def is_stacked(module: str, family: Family) -> bool:
 def _write_tokenizer(source: Path, folder: Path, config: ModelConfig) -> dict[str, Any]:
     """Copy or write the tokenizer's files, and return the ids of the begin, end and padding tokens.
 
-    A chat tokenizer may have several end tokens, which are in the generation_config.json of its directory.
+    A chat tokenizer may have several end tokens, see `read_eos_ids`.
     """
     file = source / "tokenizer.json" if source.is_dir() else source
     content = read_json_object(file)
@@ -362,10 +362,20 @@ def _write_tokenizer(source: Path, folder: Path, config: ModelConfig) -> dict[st
         _write_json(folder / "tokenizer_config.json", settings)
     begin = read_config(folder).get("bos_token")
     begin = begin.get("content") if isinstance(begin, dict) else begin
-    generation_config, eos = file.parent / "generation_config.json", end
-    if generation_config.is_file():
-        eos = read_json_object(generation_config).get("eos_token_id", end)
+    ends = read_eos_ids(file.parent, config.vocab_size) or [end]
+    eos = ends if len(ends) > 1 else ends[0]
     return {"bos_token_id": ids.get(begin, end), "eos_token_id": eos, "pad_token_id": end}
+
+
+def read_eos_ids(folder: Path, vocab_size: int) -> list[int]:
+    """Return the end-of-text tokens in generation_config.json or, if it is missing, in config.json, as transformers.
+
+    Those outside of the vocabulary, such as -1 for none, are left out.
+    """
+    files = (folder / name for name in ("generation_config.json", "config.json"))
+    path = next((file for file in files if file.is_file()), None)
+    ids = None if path is None else read_json_object(path).get("eos_token_id")
+    return [i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int and 0 <= i < vocab_size]
 
 
 @contextmanager

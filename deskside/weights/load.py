@@ -38,7 +38,7 @@ from deskside.weights.checkpoint import (
     verify_weights,
 )
 from deskside.weights.checkpoint_folder import CHECKPOINT_NAME, MANIFEST, Checkpoint, Damaged, find
-from deskside.weights.hf import load_hf
+from deskside.weights.hf import load_hf, read_eos_ids
 from deskside.weights.merge_adapters import load_adapted_model, merged, run_config
 from deskside.weights.peft_adapters import NAME_IT, PeftAdapters, base_of, merge_peft, read_peft, refuse_cycle
 from deskside.weights.peft_config import is_peft
@@ -350,16 +350,6 @@ def _cast(model: Transformer, dtype: torch.dtype) -> None:
         parameter.requires_grad_(False)
         if parameter.ndim >= 2:
             parameter.data = parameter.data.to(dtype)
-
-
-def read_eos_ids(folder: Path, vocab_size: int) -> list[int]:
-    """Return the end-of-text tokens in generation_config.json, which may be missing.
-
-    Those outside of the vocabulary, such as -1 for none, are left out.
-    """
-    path = folder / "generation_config.json"
-    ids = read_json_object(path).get("eos_token_id") if path.is_file() else None
-    return [i for i in (ids if isinstance(ids, list) else [ids]) if type(i) is int and 0 <= i < vocab_size]
 
 
 def special_token_id(tokenizer: Tokenizer, folder: Path, key: str) -> int | None:

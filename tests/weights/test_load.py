@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
 
 from deskside.config.model import ModelConfig
 from deskside.data import tokenizer as bpe
@@ -197,9 +198,25 @@ def test_hugging_face_directory_and_run_without_checkpoints(run: Path, tmp_path:
 def test_end_tokens_are_tokens_of_the_model(ids: Any, added: set[int], run: Path, tmp_path: Path) -> None:
     save_hf(made(5), SHAPE, run, tmp_path / "hf")
     (tmp_path / "hf" / "generation_config.json").unlink()
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
     without = load_model(tmp_path / "hf").eos_tokens
     (tmp_path / "hf" / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
     assert load_model(tmp_path / "hf").eos_tokens == without | added
+
+
+def test_without_generation_config_the_end_tokens_are_those_of_transformers(
+    run: Path, tmp_path: Path
+) -> None:
+    folder = save_hf(made(5), SHAPE, run, tmp_path / "hf")
+    (folder / "generation_config.json").unlink()
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": [7, 9]}))
+    theirs = AutoModelForCausalLM.from_pretrained(folder).generation_config.eos_token_id
+    loaded = load_model(folder)
+    assert {7, 9} == set(theirs) <= loaded.eos_tokens
+    again = save_hf(loaded.model, loaded.config, folder, tmp_path / "again")
+    assert json.loads((again / "generation_config.json").read_text())["eos_token_id"] == [7, 9]
 
 
 @pytest.mark.parametrize("tied", [False, True])
