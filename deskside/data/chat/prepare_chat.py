@@ -26,10 +26,9 @@ import numpy as np
 import xxhash
 
 from deskside.data import tokenizer as bpe
-from deskside.data.chat.chat_template import ChatTemplate, TokenizedConversation, Turns
+from deskside.data.chat.chat_template import CHAT_FILES, ChatTemplate, TokenizedConversation, Turns
 from deskside.data.chat.formats import RECORD_FIELDS, conversation_of
 from deskside.data.chat.messages import Conversation, NotRendered, message_text
-from deskside.data.chat.renderer import TEMPLATE
 from deskside.data.corpus.analyze import add_tag
 from deskside.data.corpus.bad_input import BadInputLog
 from deskside.data.corpus.encoder_sample import EncoderSample
@@ -91,9 +90,9 @@ def cache_key(spec: ChatSpec, tokenizer: Path) -> str:
 
 
 def make_cache_key(sources: Iterable[Sequence[str]], tokenizer: Path, options: tuple[object, ...]) -> str:
-    """Return a checksum of the content of sources and of a tokenizer with its chat template, and of `options`."""
+    """Return a checksum of the content of sources, of a tokenizer with all its files, and of `options`."""
     parts = [sources_checksum([Source.parse(s) for s in names]) for names in sources]
-    parts += [(tokenizer / name).read_text("utf-8") for name in ("tokenizer.json", TEMPLATE)]
+    parts += [(tokenizer / name).read_text("utf-8") for name in ("tokenizer.json", *CHAT_FILES)]
     return xxhash.xxh3_64_hexdigest("\0".join([*parts, repr(options)]).encode())
 
 

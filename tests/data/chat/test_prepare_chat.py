@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from deskside.data import encoder
-from deskside.data.chat.chat_template import ChatTemplate
+from deskside.data.chat.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from deskside.data.chat.messages import Conversation
 from deskside.data.chat.prepare_chat import (
     NO_CONVERSATION,
@@ -152,6 +152,21 @@ def test_split_and_cache_key_do_not_depend_on_order_and_location(tmp_path: Path,
     keys = [cache_key(spec, tokenizer) for spec in (specs[0], moved, specs[1])]
     assert keys[0] == keys[1] != keys[2]
     assert cache_key(ChatSpec(specs[0].sources, turns="last"), tokenizer) != keys[0]
+
+
+def test_the_cache_key_depends_on_the_special_tokens_of_the_template(tmp_path: Path) -> None:
+    """tokenizer_config.json names them."""
+    spec, keys, begins = ChatSpec((write(tmp_path / "a.jsonl", conversations(40)),)), set(), set()
+    for begin in ("<|endoftext|>", "<|im_end|>"):
+        folder = chat_tokenizer.make(tmp_path / begin, "{{ bos_token }}" + DEFAULT_TEMPLATE)
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        (folder / "tokenizer_config.json").write_text(json.dumps({**settings, "bos_token": begin}))
+        prepare_chat(spec, folder, tmp_path / begin / "data", quiet=True)
+        begins.add(
+            PackedDataset(tmp_path / begin / "data", "train", 256).rows_by_number(np.arange(1)).inputs[0, 0]
+        )
+        keys.add(cache_key(spec, folder))
+    assert len(begins) == len(keys) == 2
 
 
 def test_parquet_is_read_like_jsonl(tmp_path: Path, tokenizer: Path) -> None:
