@@ -11,6 +11,7 @@ share one row of router weights: their probabilities are equal, and with k a mul
 Each part then has only 1 / G of its copy's weight, so its down projection is multiplied by G.
 """
 
+import re
 from collections.abc import Mapping
 
 import torch
@@ -22,6 +23,7 @@ from deskside.ops.logical import logical_tensors
 from deskside.ops.moe import ROUTER_BIAS
 from deskside.utils.errors import UsageError
 
+_EXPERT = re.compile(r"experts\.(\d+)\.")  # in the name of a tensor
 # Options that may differ: those of the experts, those of the dense MLP that experts do not have, and those that change
 # how weights are stored or trained, but not what the model computes.
 _MAY_DIFFER = {
@@ -88,13 +90,17 @@ def upcycle(mixture: Transformer, dense: Mapping[str, Tensor]) -> None:
         if tensor.name.endswith(".router.weight"):
             parts = dense[tensor.name.replace("router", "up_proj")].shape[0] // width
             tensor.view.copy_(tensor.view[::parts].repeat_interleave(parts, dim=0))
-        elif tensor.name.endswith(ROUTER_BIAS):
+        elif tensor.name.endswith((ROUTER_BIAS, ".router.bias")):
             continue  # zero, as initialized
-        elif tensor.expert is None:
+        elif (expert := _EXPERT.search(tensor.name)) is None:
             tensor.view.copy_(dense[tensor.name])
         else:
-            whole = dense[tensor.name.replace(f"experts.{tensor.expert}.", "")]
+            whole = dense[_EXPERT.sub("", tensor.name)]
+            # Every part adds the whole bias, with its 1 / G of the copy's weight.
+            if tensor.name.endswith("down_proj.bias"):
+                tensor.view.copy_(whole)
+                continue
             channels = 1 if tensor.name.endswith("down_proj.weight") else 0
             parts = whole.shape[channels] // width
-            part = whole.narrow(channels, tensor.expert % parts * width, width)
+            part = whole.narrow(channels, int(expert[1]) % parts * width, width)
             tensor.view.copy_(part * parts if channels else part)

@@ -67,8 +67,9 @@ def test_first_loss_is_that_of_the_dense_model(
         {"qk_norm": False, "fused_gate_up": False, "fused_qkv": False},
         {"gated_mlp": False, "hidden_act": "relu2", "tie_word_embeddings": True},
         {"attention_bias": True, "sliding_window": 5, "window_pattern": "S"},
+        {"mlp_bias": True},
     ],
-    ids=["llama, separate", "relu2 without gate, tied", "bias, window"],
+    ids=["llama, separate", "relu2 without gate, tied", "bias, window", "bias of the MLP"],
 )
 def test_other_dense_models(shape: dict[str, Any]) -> None:
     dense = random_model(**shape).double()
