@@ -122,7 +122,10 @@ def end_of_text(tokenizer: Tokenizer, directory: str | Path | None = None) -> tu
     directory: a folder whose tokenizer_config.json may name the token. Raises UsageError if the vocabulary has no such
     token, and RunError if tokenizer_config.json is damaged.
     """
-    names = list(_END_NAMES)
+    added = tokenizer.get_added_tokens_decoder().values()
+    special = {str(token.content) for token in added if token.special}
+    # A vocabulary may hold </s> as a tag of HTML, as Gemma's does.
+    names = sorted(_END_NAMES, key=lambda name: name not in special)
     if directory is not None:
         eos_token = read_config(Path(directory)).get("eos_token")
         if isinstance(eos_token, dict):

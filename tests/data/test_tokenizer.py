@@ -9,7 +9,7 @@ import regex
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from deskside.data import tokenizer as bpe
 from deskside.data.chat.renderer import read_chat_template
@@ -153,6 +153,15 @@ def test_copying_an_existing_tokenizer(directory: Path, tmp_path: Path) -> None:
     (other / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|fin|>"}}))
     bpe.copy(other, tmp_path / "out")
     assert bpe.end_of_text(bpe.load(tmp_path / "out"), tmp_path / "out") == ("<|fin|>", 0)
+
+
+def test_a_tag_of_html_does_not_end_a_text(directory: Path, tmp_path: Path) -> None:
+    """Gemma's vocabulary has <eos>, and </s> among its tags of HTML."""
+    text = (directory / "tokenizer.json").read_text().replace("<|endoftext|>", "<eos>")
+    tokenizer = Tokenizer.from_str(text)
+    tokenizer.add_tokens([AddedToken("</s>", special=False)])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert bpe.end_of_text(bpe.load(tmp_path)) == ("<eos>", 0)
 
 
 def test_a_tokenizer_saved_by_transformers_without_a_length(directory: Path, tmp_path: Path) -> None:
