@@ -154,26 +154,32 @@ def merge_peft(model: Transformer, adapters: PeftAdapters) -> Transformer:
     Sums are made in float32, and rounded once to the dtype of the weights. Raises UsageError if the model has no such
     modules, and RunError if their shapes differ.
     """
+    was_tied = model.config.tie_word_embeddings
     model = _with_tables(model, adapters)
     family = family_of(model.config)
     by_name = by_hf_name(model, family)
-    head = hf_name("lm_head.weight", family)
+    embed, head = (hf_name(f"{table}.weight", family) for table in ("embed", "lm_head"))
     for name, tensor in adapters.tensors.items():
         if name == head and model.config.tie_word_embeddings:
             continue  # the same table as the embedding's, see `_stay_tied`
         parts = _parts_of(by_name, name, adapters)
         read_parts(parts, tensor, model.config, family, f"{adapters.folder}: of the base model, {name}")
+    tables = dict(adapters.rows)
+    embed_module, head_module = embed.removesuffix(".weight"), head.removesuffix(".weight")
+    if was_tied and head_module in adapters.low_rank and embed_module in tables:
+        # An adapter of the head is added to the table that both share, with its trained rows.
+        tables.setdefault(head_module, tables[embed_module])
+    for module, (ids, rows) in tables.items():
+        (table,) = _parts_of(by_name, f"{module}.weight", adapters)
+        if int(ids.max()) >= len(table.view) or rows.shape[1] != table.view.shape[1]:
+            raise _misfit(adapters, module)
+        table.view[ids] = rows.to(table.view)
     for module in adapters.low_rank:
         parts = _parts_of(by_name, f"{module}.weight", adapters)
         low_rank = in_our_rows(adapters, module, parts, model.config)
         weight = low_rank.merged(torch.cat([part.view for part in parts]))
         for part, values in zip(parts, weight.split([len(part.view) for part in parts]), strict=True):
             part.view.copy_(values)
-    for module, (ids, rows) in adapters.rows.items():
-        (table,) = _parts_of(by_name, f"{module}.weight", adapters)
-        if int(ids.max()) >= len(table.view) or rows.shape[1] != table.view.shape[1]:
-            raise _misfit(adapters, module)
-        table.view[ids] = rows.to(table.view)
     for module, pairs in adapters.experts.items():
         if f"{module}.0.up_proj.weight" not in by_name:
             raise UsageError(

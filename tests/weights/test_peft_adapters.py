@@ -79,6 +79,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "head adapted, tied": (QWEN, TIED, {"target_modules": ["lm_head", "o_proj"]}),
     "single tokens": (QWEN, {}, {"target_modules": ATTENTION, "trainable_token_indices": [60, 3]}),
     "single tokens, tied": (QWEN, TIED, {"target_modules": ATTENTION, "trainable_token_indices": [60, 3]}),
+    "head adapted and single tokens, tied": (
+        QWEN,
+        TIED,
+        {"target_modules": ["lm_head", "o_proj"], "trainable_token_indices": [60, 3]},
+    ),
     "single tokens of both": (
         QWEN,
         {},
