@@ -46,7 +46,7 @@ def text_part(source: Mapping[str, Any]) -> tuple[Family, Mapping[str, Any]]:
     Raises UsageError for an unsupported architecture.
     """
     model_type, text_source = source.get("model_type"), source.get("text_config")
-    if model_type == "mistral" and "layer_types" in source:  # written before Ministral had a model_type
+    if model_type == "mistral" and "layer_types" in source:  # as in transformers' AutoConfig
         model_type = "ministral"
     for family in FAMILIES.values():
         if family.model_type == model_type:
