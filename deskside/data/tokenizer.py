@@ -124,7 +124,7 @@ def end_of_text(tokenizer: Tokenizer, directory: str | Path | None = None) -> tu
     """
     added = tokenizer.get_added_tokens_decoder().values()
     special = {str(token.content) for token in added if token.special}
-    # A vocabulary may hold </s> as a tag of HTML, as Gemma's does.
+    # A vocabulary may hold </s> as a tag of HTML.
     names = sorted(_END_NAMES, key=lambda name: name not in special)
     if directory is not None:
         eos_token = read_config(Path(directory)).get("eos_token")

@@ -156,7 +156,6 @@ def test_copying_an_existing_tokenizer(directory: Path, tmp_path: Path) -> None:
 
 
 def test_a_tag_of_html_does_not_end_a_text(directory: Path, tmp_path: Path) -> None:
-    """Gemma's vocabulary has <eos>, and </s> among its tags of HTML."""
     text = (directory / "tokenizer.json").read_text().replace("<|endoftext|>", "<eos>")
     tokenizer = Tokenizer.from_str(text)
     tokenizer.add_tokens([AddedToken("</s>", special=False)])
