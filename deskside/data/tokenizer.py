@@ -16,7 +16,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -127,10 +127,8 @@ def end_of_text(tokenizer: Tokenizer, directory: str | Path | None = None) -> tu
     # A vocabulary may hold </s> as a tag of HTML.
     names = sorted(_END_NAMES, key=lambda name: name not in special)
     if directory is not None:
-        eos_token = read_config(Path(directory)).get("eos_token")
-        if isinstance(eos_token, dict):
-            eos_token = eos_token.get("content")
-        if isinstance(eos_token, str):
+        eos_token = named_token(read_config(Path(directory)), "eos_token")
+        if eos_token is not None:
             names.append(eos_token)
     for name in names:
         token_id = tokenizer.token_to_id(name)
@@ -153,6 +151,19 @@ def read_config(directory: Path) -> dict[str, Any]:
     """Return the content of tokenizer_config.json, or {} without one. Raises RunError if it is not a JSON object."""
     file = directory / "tokenizer_config.json"
     return read_json_object(file, big_integers=True) if file.is_file() else {}
+
+
+def named_token(config: Mapping[str, Any], key: str) -> str | None:
+    """Return the text of a token that tokenizer_config.json names, such as "bos_token", or None if it has none."""
+    token = config.get(key)
+    text = token.get("content") if isinstance(token, dict) else token
+    return text if isinstance(text, str) else None
+
+
+def special_token_id(tokenizer: Tokenizer, directory: Path, key: str) -> int | None:
+    """Return the id of a token that tokenizer_config.json names, or None if it has none, or the vocabulary lacks it."""
+    name = named_token(read_config(directory), key)
+    return None if name is None else tokenizer.token_to_id(name)
 
 
 def default_config(eos: str) -> dict[str, Any]:

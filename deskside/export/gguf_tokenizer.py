@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from deskside.data.chat.renderer import read_chat_template
-from deskside.data.tokenizer import GGUF_PRE_TOKENIZER, SPLIT_PATTERN, end_of_text
+from deskside.data.tokenizer import GGUF_PRE_TOKENIZER, SPLIT_PATTERN, end_of_text, special_token_id
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.utils.errors import UsageError
 from deskside.utils.parsing import read_json_object
 from deskside.weights.hf import read_eos_ids
-from deskside.weights.load import special_token_id
 
 # Token types of the format: ggml-org/ggml, docs/gguf.md.
 NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from deskside.config.model import ModelConfig
-from deskside.data.tokenizer import end_of_text, read_config
+from deskside.data.tokenizer import end_of_text, named_token, read_config
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
@@ -360,11 +360,10 @@ def _write_tokenizer(source: Path, folder: Path, config: ModelConfig) -> dict[st
             "clean_up_tokenization_spaces": False,
         }
         _write_json(folder / "tokenizer_config.json", settings)
-    begin = read_config(folder).get("bos_token")
-    begin = begin.get("content") if isinstance(begin, dict) else begin
+    begin = ids.get(named_token(read_config(folder), "bos_token"), end)
     ends = read_eos_ids(file.parent, config.vocab_size) or [end]
     eos = ends if len(ends) > 1 else ends[0]
-    return {"bos_token_id": ids.get(begin, end), "eos_token_id": eos, "pad_token_id": end}
+    return {"bos_token_id": begin, "eos_token_id": eos, "pad_token_id": end}
 
 
 def read_eos_ids(folder: Path, vocab_size: int) -> list[int]:

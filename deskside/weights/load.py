@@ -17,7 +17,7 @@ from torch import Tensor
 from deskside.config.base import first_problem
 from deskside.config.model import ModelConfig
 from deskside.config.run import SCHEMA_VERSION
-from deskside.data.tokenizer import CHAT_TOKENS, end_of_text, read_config
+from deskside.data.tokenizer import CHAT_TOKENS, end_of_text, special_token_id
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.facts.checkpoint_names import hub_name_hint
 from deskside.model.init import allocate
@@ -350,11 +350,3 @@ def _cast(model: Transformer, dtype: torch.dtype) -> None:
         parameter.requires_grad_(False)
         if parameter.ndim >= 2:
             parameter.data = parameter.data.to(dtype)
-
-
-def special_token_id(tokenizer: Tokenizer, folder: Path, key: str) -> int | None:
-    """Return the id of a special token of tokenizer_config.json, such as "bos_token", or None if it has none."""
-    named = read_config(folder).get(key)
-    named = named.get("content") if isinstance(named, dict) else named
-    token = tokenizer.token_to_id(named) if isinstance(named, str) else None
-    return int(token) if token is not None else None

@@ -15,7 +15,6 @@ from deskside.data import tokenizer as bpe
 from deskside.data.chat.renderer import read_chat_template
 from deskside.data.encoder import ReferenceEncoder, encode
 from deskside.utils.errors import RunError, UsageError
-from deskside.weights.load import special_token_id
 
 TEXTS = [
     "The quick brown fox, it's 2024! नमस्ते दुनिया।\n\n\tdef f(x):\r\n    return x + 1234567\n" * 3,
@@ -172,7 +171,7 @@ def test_a_tokenizer_saved_by_transformers_without_a_length(directory: Path, tmp
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["model_max_length"] > 2**64
     assert bpe.read_config(tmp_path)["eos_token"] == "<|endoftext|>"
     assert bpe.end_of_text(bpe.load(tmp_path), tmp_path) == ("<|endoftext|>", 0)
-    assert special_token_id(bpe.load(tmp_path), tmp_path, "eos_token") == 0
+    assert bpe.special_token_id(bpe.load(tmp_path), tmp_path, "eos_token") == 0
     assert read_chat_template(tmp_path) is None
 
 

@@ -25,7 +25,7 @@ from deskside.data.chat.escaping import Escaping
 from deskside.data.chat.messages import Conversation, NotRendered
 from deskside.data.chat.template_support import NAMED_TOKENS, TRIAL_WORD, TemplateSupport
 from deskside.data.encoder import Encoder, ReferenceEncoder
-from deskside.data.tokenizer import read_config
+from deskside.data.tokenizer import named_token, read_config
 from deskside.utils.errors import RunError, UsageError, describe_error, first_line
 
 TEMPLATE = "chat_template.jinja"
@@ -64,9 +64,7 @@ class Renderer:
         settings = read_config(folder)
         self._named_tokens: dict[str, str] = {}
         for name in NAMED_TOKENS:
-            token = settings.get(name)
-            text = token.get("content") if isinstance(token, dict) else token
-            if isinstance(text, str) and text:
+            if text := named_token(settings, name):
                 self._named_tokens[name] = text
         self._support = TemplateSupport(
             template, lambda trial: self._run(trial, add_generation_prompt=False)[0]
