@@ -15,8 +15,6 @@ order, so that it is deterministic, too.
 import triton
 import triton.language as tl
 
-LARGEST_FLOAT = tl.constexpr(3.4028234663852886e38)
-
 
 @triton.jit
 def _scores(  # type: ignore[no-untyped-def]
@@ -61,7 +59,7 @@ def choose(  # type: ignore[no-untyped-def]
     if HAS_BIAS:
         biased += tl.load(BIAS + experts, mask=experts < E, other=0.0)[None, :]
     # `argmax` compares, so it would take a column of padding for a row with NaN. As in torch, NaN is the largest score.
-    biased = tl.where(biased == biased, biased, LARGEST_FLOAT)
+    biased = tl.where(biased == biased, biased, float("inf"))
     left = tl.where((experts < E)[None, :], biased, float("-inf"))
     chosen = tl.zeros((BLOCK_N, BLOCK_E), tl.int32)
     for _ in tl.static_range(K):
