@@ -87,19 +87,17 @@ def upcycle(mixture: Transformer, dense: Mapping[str, Tensor]) -> None:
     """
     width = mixture.config.moe_intermediate_size
     for tensor in logical_tensors(mixture):
+        expert, dense_name = _EXPERT.search(tensor.name), _EXPERT.sub("", tensor.name)
         if tensor.name.endswith(".router.weight"):
             parts = dense[tensor.name.replace("router", "up_proj")].shape[0] // width
             tensor.view.copy_(tensor.view[::parts].repeat_interleave(parts, dim=0))
         elif tensor.name.endswith((ROUTER_BIAS, ".router.bias")):
             continue  # zero, as initialized
-        elif (expert := _EXPERT.search(tensor.name)) is None:
-            tensor.view.copy_(dense[tensor.name])
+        elif expert is None or tensor.name.endswith("down_proj.bias"):
+            # Every part adds the whole bias of the down projection, with its 1 / G of the copy's weight.
+            tensor.view.copy_(dense[dense_name])
         else:
-            whole = dense[_EXPERT.sub("", tensor.name)]
-            # Every part adds the whole bias, with its 1 / G of the copy's weight.
-            if tensor.name.endswith("down_proj.bias"):
-                tensor.view.copy_(whole)
-                continue
+            whole = dense[dense_name]
             channels = 1 if tensor.name.endswith("down_proj.weight") else 0
             parts = whole.shape[channels] // width
             part = whole.narrow(channels, int(expert[1]) % parts * width, width)
