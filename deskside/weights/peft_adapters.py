@@ -158,17 +158,16 @@ def merge_peft(model: Transformer, adapters: PeftAdapters) -> Transformer:
     model = _with_tables(model, adapters)
     family = family_of(model.config)
     by_name = by_hf_name(model, family)
-    embed, head = (hf_name(f"{table}.weight", family) for table in ("embed", "lm_head"))
+    embed, head = _table_modules(model.config)
     for name, tensor in adapters.tensors.items():
-        if name == head and model.config.tie_word_embeddings:
+        if name == f"{head}.weight" and model.config.tie_word_embeddings:
             continue  # the same table as the embedding's, see `_stay_tied`
         parts = _parts_of(by_name, name, adapters)
         read_parts(parts, tensor, model.config, family, f"{adapters.folder}: of the base model, {name}")
     tables = dict(adapters.rows)
-    embed_module, head_module = embed.removesuffix(".weight"), head.removesuffix(".weight")
-    if was_tied and head_module in adapters.low_rank and embed_module in tables:
+    if was_tied and head in adapters.low_rank and embed in tables:
         # An adapter of the head is added to the table that both share, with its trained rows.
-        tables.setdefault(head_module, tables[embed_module])
+        tables.setdefault(head, tables[embed])
     for module, (ids, rows) in tables.items():
         (table,) = _parts_of(by_name, f"{module}.weight", adapters)
         if int(ids.max()) >= len(table.view) or rows.shape[1] != table.view.shape[1]:
@@ -227,10 +226,9 @@ def _merge_experts(
 
 def _with_tables(model: Transformer, adapters: PeftAdapters) -> Transformer:
     """Return a model whose embedding and head can take those of the adapters: untied, or of a larger vocabulary."""
-    family = family_of(model.config)
-    names = [hf_name(f"{table}.weight", family) for table in ("embed", "lm_head")]
-    tied = model.config.tie_word_embeddings and _stay_tied(adapters, *names)
-    embed, head = (adapters.tensors.get(name) for name in names)
+    modules = _table_modules(model.config)
+    tied = model.config.tie_word_embeddings and _stay_tied(adapters, *modules)
+    embed, head = (adapters.tensors.get(f"{module}.weight") for module in modules)
     vocabulary = next((len(table) for table in (embed, head) if table is not None), model.config.vocab_size)
     if (tied, vocabulary) == (model.config.tie_word_embeddings, model.config.vocab_size):
         return model
@@ -250,16 +248,23 @@ def _with_tables(model: Transformer, adapters: PeftAdapters) -> Transformer:
     return changed
 
 
+def _table_modules(config: ModelConfig) -> tuple[str, str]:
+    """Return transformers' names of the modules of the embedding and of the head."""
+    family = family_of(config)
+    embed, head = (hf_name(f"{table}.weight", family) for table in ("embed", "lm_head"))
+    return embed.removesuffix(".weight"), head.removesuffix(".weight")
+
+
 def _stay_tied(adapters: PeftAdapters, embed: str, head: str) -> bool:
-    """Return False if an adapter of only one of two tied tables unties them, as in PEFT. embed, head: their names."""
-    config, tensors = adapters.config, adapters.tensors
-    are_equal = embed in tensors and head in tensors and torch.equal(tensors[embed], tensors[head])
-    embed_module, head_module = embed.removesuffix(".weight"), head.removesuffix(".weight")
-    has_own_head = head in tensors and not are_equal
-    if has_own_head or head_module in adapters.low_rank or head_module in adapters.rows:
+    """Return False if an adapter of only one of two tied tables unties them, as in PEFT. embed, head: their modules."""
+    config = adapters.config
+    saved_embed, saved_head = (adapters.tensors.get(f"{module}.weight") for module in (embed, head))
+    are_equal = saved_embed is not None and saved_head is not None and torch.equal(saved_embed, saved_head)
+    has_own_head = saved_head is not None and not are_equal
+    if has_own_head or head in adapters.low_rank or head in adapters.rows:
         return False
-    is_saved = embed in tensors and embed_module.rpartition(".")[2] in (config.modules_to_save or ())
-    is_adapted = embed_module in adapters.low_rank or (is_saved and not are_equal)
+    is_saved = saved_embed is not None and embed.rpartition(".")[2] in (config.modules_to_save or ())
+    is_adapted = embed in adapters.low_rank or (is_saved and not are_equal)
     return config.ensure_weight_tying or not is_adapted
 
 
