@@ -15,8 +15,9 @@ slowest. A case that fails is appended to OUT/failed.jsonl, and the others go on
 case failed in this call; the next call tries it again. Ctrl-C and SIGTERM end the workers first, and then the command.
 
     tokens/s   median of the counted steps, with p10 and p90; of one GPU: of the median card
-    efficiency tokens/s over those of one GPU with as many tokens for each GPU, times the number of GPUs
-    slowest    the same relative to the slowest card: what is left is not a difference between cards
+    efficiency tokens/s over those of one GPU with as many tokens for each GPU, times the number of GPUs: the median of
+               the same cards, or the only card with such a row
+    slowest    the same relative to the slowest of these cards: what is left is not a difference between cards
     longer     milliseconds of a step beyond that of the median card with as many tokens
     exposed    milliseconds of NCCL's kernels during which nothing else runs, from a trace, on the rank with the fewest:
                the others wait in NCCL's kernels for it

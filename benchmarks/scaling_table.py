@@ -29,6 +29,8 @@ def table(
         case = Case(**{field.name: row[field.name] for field in dataclasses.fields(Case)})
         efficiency = slowest = longer = ""
         if case.gpus > 1 and (alone := by_case.get(case.alone.name)):
+            cards = str(row.get("card")).split(",")
+            alone = [one for one in alone if one.get("card") in cards] or alone
             one = _median_card(alone)["p50"]
             efficiency = f"{row['p50'] / (case.gpus * one):.1%}"
             if len(alone) > 1:

@@ -56,6 +56,10 @@ def test_a_forecast_and_its_error() -> None:
     assert line[0] == two.name and line[3:7] == ["95.4%", "97.7%", "4.86", "1.25"]
     assert line[7:10] == ["536.9", "1,400", "20.5"]
     assert line[11] == f"{speed['expected'] / 1_250_000 - 1:+.1%}"
+    # A pair of cards is compared with its own two, without the slower third.
+    pair = [{**row, "card": card} for row, card in zip(rows, ("0", "1", "2", "0,1"), strict=True)]
+    line = [cell.strip() for cell in table(pair, [expected], bus)[-1].strip("|").split("|")]
+    assert line[3:5] == [f"{1.25e6 / (2 * (700_000 + 655_360) / 2):.1%}", "95.4%"]
     without_nvml = table([{**row, "watts": []} for row in rows], [])
     assert [line.strip("|").split("|")[8].strip() for line in without_nvml[2:]] == ["", ""]
 
