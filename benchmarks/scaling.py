@@ -24,6 +24,8 @@ case failed in this call; the next call tries it again. Ctrl-C and SIGTERM end t
     bus        GB/s of an all-reduce of the size of the gradients, 2 (n - 1) / n x bytes / time as in nccl-tests
     watts      of all GPUs together, from NVML's energy counters over the counted steps
 
+Rows also have the seconds in which each rank's host launched a step, and those of a reading of its GPU's sensors.
+
 NCCL_P2P_DISABLE=1 in the environment is a case of its own. Other options are configuration keys, such as
 --parallel.gradient_dtype bfloat16; give such rows an OUT of their own.
 `resume` stops a run in the middle with SIGTERM, and compares its losses with those of a run that was not stopped, after

@@ -26,6 +26,7 @@ from benchmarks import step_profile
 from benchmarks.step_config import configuration
 from deskside.probe.point import StepTimer, memory_peaks, prepare_step, quantile, random_batches
 from deskside.train import environment_record, parallel
+from deskside.train.loop.step import StepMetrics
 from deskside.train.nvml import NvmlDevice, query
 from deskside.train.parallel import World
 from deskside.train.prepare import attention_choice
@@ -53,7 +54,8 @@ def measure(case: Mapping[str, Any], spec: Mapping[str, Any], world: World) -> d
     device, rows = world.device, prepared.rows_per_step
     environment_record.reset_peak_memory(device)
     batches = random_batches(prepared.rows, prepared.fit.micro_rows, rows, world)
-    timer = StepTimer(prepared.stepper, batches, prepared.fit.accumulation, ClockSensors(device))
+    sensors = ClockSensors(device)
+    timer = HostTimer(prepared.stepper, batches, prepared.fit.accumulation, sensors)
     warmup, _ = timer.run(0.0, WARMUP_STEPS)
     # Rank 0 decides how many steps, because the ranks would not agree about the time.
     step_seconds, warmed = world.broadcast([statistics.median(warmup), sum(warmup)])
@@ -62,7 +64,9 @@ def measure(case: Mapping[str, Any], spec: Mapping[str, Any], world: World) -> d
     world.barrier()
     joules, began = _joules(device), time.perf_counter()
     steps = max(MIN_STEPS, math.ceil(float(spec["seconds"]) / step_seconds))
+    timer.launches.clear()
     seconds, readings = timer.run(0.0, steps)
+    launch, sensor = statistics.median(timer.launches), statistics.median(sensors.seconds or [0.0])
     elapsed, used = time.perf_counter() - began, _joules(device)
     peaks = world.gather(memory_peaks(device)["peak_allocated_bytes"])
     clocks = [float(reading["sm_mhz"]) for reading in readings if reading["sm_mhz"] is not None]
@@ -74,6 +78,8 @@ def measure(case: Mapping[str, Any], spec: Mapping[str, Any], world: World) -> d
         "watts": [round(value, 1) for value in watts if value is not None],
         "sm_mhz": world.gather(round(statistics.fmean(clocks)) if clocks else None),
         "step_seconds_of_ranks": [round(x, 6) for x in world.gather(statistics.median(seconds))],
+        "launch_seconds_of_ranks": [round(x, 6) for x in world.gather(launch)],
+        "sensor_seconds_of_ranks": [round(x, 6) for x in world.gather(sensor)],
         "micro_tokens": prepared.fit.micro_rows * config.batch.sequence_length,
         "compile": prepared.mode,
         "native": prepared.native,
@@ -94,20 +100,44 @@ def attention_that_ran(facts: Mapping[str, Any]) -> dict[str, str]:
 
 
 class ClockSensors(environment_record.Sensors):
-    """Sensors that also read the clock of the multiprocessors in MHz, which falls at the power limit."""
+    """Sensors that also read the clock of the multiprocessors in MHz, which falls at the power limit.
+
+    seconds: what each query of the driver took.
+    """
 
     def __init__(self, device: torch.device):
         super().__init__(device)
-        self._card = NvmlDevice.from_torch(device) if device.type == "cuda" else None
+        self.seconds: list[float] = []
 
-    def read(self) -> dict[str, Any]:
+    def _query(self) -> dict[str, Any]:
         """Return the readings of `Sensors`, and "sm_mhz"."""
         if self._card is None:
-            return {**super().read(), "sm_mhz": None}
+            return {**super()._query(), "sm_mhz": None}
         import pynvml
 
+        began = time.perf_counter()
         clock = query(pynvml.nvmlDeviceGetClockInfo, self._card.handle, pynvml.NVML_CLOCK_SM)
-        return {**super().read(), "sm_mhz": clock}
+        reading = {**super()._query(), "sm_mhz": clock}
+        self.seconds.append(time.perf_counter() - began)
+        return reading
+
+
+class HostTimer(StepTimer):
+    """A step timer that also measures the host. launches: seconds that it took to launch each step.
+
+    If the device is slower than the host, they include waiting for a place in its queue.
+    """
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.launches: list[float] = []
+
+    def launch(self) -> StepMetrics:
+        """Launch one step, without waiting for it."""
+        began = time.perf_counter()
+        metrics = super().launch()
+        self.launches.append(time.perf_counter() - began)
+        return metrics
 
 
 def _profile(timer: StepTimer, step_seconds: float, world: World) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """The machine and software of a run, and the power, temperature and memory of its GPU."""
 
+import math
 import os
 import platform
 import shutil
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -58,14 +60,30 @@ SLOWDOWN_REASONS = (  # reasons for low clocks that mean heat or a power limit, 
 )
 
 
-class Sensors:
-    """Power, temperature and throttling of one GPU, read from NVML. None on a CPU, and what the GPU does not tell."""
+# Time between queries of the sensors. Steps can be shorter, and all processes of a machine share the driver's locks.
+SENSOR_SECONDS = 0.2
 
-    def __init__(self, device: torch.device):
+
+class Sensors:
+    """Power, temperature and throttling of one GPU, read from NVML. None on a CPU, and what the GPU does not tell.
+
+    keep_seconds: time for which a reading is returned again instead of asking the driver.
+    """
+
+    def __init__(self, device: torch.device, keep_seconds: float = SENSOR_SECONDS):
         self._card = NvmlDevice.from_torch(device) if device.type == "cuda" else None
+        self._keep_seconds = keep_seconds
+        self._reading: dict[str, Any] = {}
+        self._read_at = -math.inf
 
     def read(self) -> dict[str, Any]:
         """Return {"watts", "celsius", "throttled"}. Throttled: slowed down by heat or a power limit."""
+        now = time.monotonic()
+        if now - self._read_at >= self._keep_seconds:
+            self._reading, self._read_at = self._query(), now
+        return dict(self._reading)
+
+    def _query(self) -> dict[str, Any]:
         if self._card is None:
             return {"watts": None, "celsius": None, "throttled": None}
         handle = self._card.handle

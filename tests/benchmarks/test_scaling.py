@@ -81,6 +81,7 @@ def test_a_row_says_which_attention_was_measured() -> None:
     row = scaling_worker.measure(case, {"seconds": 0.0, "profile": False}, World(torch.device("cpu")))
     assert row["attention"].keys() == {"full"} and row["attention"]["full"] in BACKENDS
     assert row["watts"] == []
+    assert row["launch_seconds_of_ranks"][0] > 0 and row["sensor_seconds_of_ranks"] == [0.0]
 
 
 def test_a_row_names_the_cards(monkeypatch: pytest.MonkeyPatch) -> None:

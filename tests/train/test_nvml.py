@@ -8,7 +8,7 @@ import pynvml
 import pytest
 import torch
 
-from deskside.train import nvml
+from deskside.train import environment_record, nvml
 from deskside.train.environment_record import Sensors
 from deskside.train.nvml import NvmlDevice
 
@@ -76,7 +76,7 @@ def test_a_card_that_tells_nothing(answers: Any) -> None:
 def test_sensors_tell_what_the_card_tells(answers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each value alone: a card without a power sensor still has a temperature, and a failed query is asked again."""
     monkeypatch.setattr(NvmlDevice, "from_torch", lambda device: CARD)
-    sensors = Sensors(torch.device("cuda"))
+    sensors = Sensors(torch.device("cuda"), keep_seconds=0.0)
     assert sensors.read() == {"watts": None, "celsius": None, "throttled": None}
     answers(nvmlDeviceGetTemperature=61)
     assert sensors.read() == {"watts": None, "celsius": 61, "throttled": None}
@@ -87,6 +87,18 @@ def test_sensors_tell_what_the_card_tells(answers: Any, monkeypatch: pytest.Monk
     assert sensors.read() == {"watts": 31.2, "celsius": 61, "throttled": True}
     answers(nvmlDeviceGetCurrentClocksThrottleReasons=pynvml.nvmlClocksThrottleReasonGpuIdle)
     assert sensors.read()["throttled"] is False
+
+
+def test_a_reading_is_kept_for_some_time(answers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Short steps do not ask the driver each time."""
+    monkeypatch.setattr(NvmlDevice, "from_torch", lambda device: CARD)
+    sensors = Sensors(torch.device("cuda"), keep_seconds=0.5)
+    celsius = []
+    for degrees, seconds in ((61, 100.0), (62, 100.25), (63, 100.5), (64, 100.75)):
+        monkeypatch.setattr(environment_record.time, "monotonic", lambda seconds=seconds: seconds)
+        answers(nvmlDeviceGetTemperature=degrees)
+        celsius.append(sensors.read()["celsius"])
+    assert celsius == [61, 61, 63, 63]
 
 
 def test_driver(answers: Any) -> None:
