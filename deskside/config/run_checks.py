@@ -10,7 +10,13 @@ from typing import TYPE_CHECKING
 
 from deskside.config.dimensions import UNIT, adaptable_projections, check_dimensions, projection_sizes
 from deskside.config.optim import AdamWConfig, MuonConfig
-from deskside.config.sections import ATTENTION_PROJECTIONS, AdapterConfig, can_share_rows, check_rows
+from deskside.config.sections import (
+    ATTENTION_PROJECTIONS,
+    DEFAULT_BUCKET_MIB,
+    AdapterConfig,
+    can_share_rows,
+    check_rows,
+)
 
 if TYPE_CHECKING:
     from deskside.config.run import RunConfig
@@ -34,6 +40,12 @@ def check_parts_together(config: RunConfig) -> None:
         raise ValueError(
             "parallel.gradient_dtype: FSDP2 sums the gradients of sharded weights in float32; use --parallel.mode "
             "replicate, or float32"
+        )
+    in_place = config.parallel.gradient_dtype == config.optim.weights == "float32"
+    if config.parallel.bucket_mib != DEFAULT_BUCKET_MIB and (config.parallel.mode == "shard" or not in_place):
+        raise ValueError(
+            "parallel.bucket_mib: only replicas with float32 weights and gradients send several gradients together; "
+            "leave it out"
         )
     if config.parallel.context > 1:
         _check_context_parallel(config)

@@ -369,6 +369,9 @@ class EvaluateConfig(Part):
     )
 
 
+DEFAULT_BUCKET_MIB = 16.0
+
+
 class ParallelConfig(Part):
     """Division of the work among the processes of --gpus, one for each GPU."""
 
@@ -385,6 +388,11 @@ class ParallelConfig(Part):
         "float32",
         description="format in which processes send gradients to sum them; bfloat16 halves the traffic and rounds each "
         "gradient and each sum",
+    )
+    bucket_mib: float = Field(
+        DEFAULT_BUCKET_MIB,
+        gt=0,
+        description="MiB of float32 gradients that are summed by one collective; more are sent faster, but begin later",
     )
 
 

@@ -421,6 +421,7 @@ ERRORS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"precision": {"name": "nvfp4"}, "compute": {"compile": "model"}}, ("compute.compile", "nvfp4", "use auto")),
     ({"precision": {"name": "nvfp4"}, "parallel": {"mode": "shard"}},
      ("parallel.mode", "nvfp4", "--parallel.mode replicate")),
+    ({"parallel": {"bucket_mib": 64, "gradient_dtype": "bfloat16"}}, ("parallel.bucket_mib", "leave it out")),
     ({"parallel": {"mode": "shard", "gradient_dtype": "bfloat16"}},
      ("parallel.gradient_dtype", "--parallel.mode replicate", "float32")),
     ({"precision": {"name": "fp8-rowwise", "backend": "torchao"}, "model": {"num_experts": 8}},

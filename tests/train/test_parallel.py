@@ -134,13 +134,20 @@ def test_a_run_goes_on_with_another_number_of_processes(
     [
         pytest.param({}, marks=pytest.mark.full),
         {"parallel": {"gradient_dtype": "bfloat16"}},
+        pytest.param({"parallel": {"bucket_mib": 0.05}}, marks=pytest.mark.full),
         pytest.param(
             {"optim": {"weights": "bfloat16", "offload": True}, "precision": {"name": "bf16"}},
             marks=pytest.mark.full,
         ),
         pytest.param({"model": EXPERTS, "batch": {"micro_tokens": 64}}, marks=pytest.mark.full),
     ],
-    ids=["float32", "gradients sent in bfloat16", "bfloat16 weights", "experts"],
+    ids=[
+        "float32",
+        "gradients sent in bfloat16",
+        "several gradients together",
+        "bfloat16 weights",
+        "experts",
+    ],
 )
 def test_replicas_resume_exactly(changes: dict[str, Any], data: Path, tmp_path: Path) -> None:
     config = tiny_run.config(data, **{"schedule": {"length": "16 steps"}, **changes})

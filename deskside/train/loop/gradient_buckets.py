@@ -4,6 +4,8 @@ Gradients are summed in buckets that are fixed before the first step, in the ord
 from the head down to the embedding. Each large gradient is a separate bucket and is summed in place; the small ones
 of consecutive sublayers share a bucket. A bucket is sent as soon as the last backward of the step has completed it and
 all buckets before it, on a stream of its own. So every rank sends the same buckets in the same order in every run.
+Consecutive buckets of less than `parallel.bucket_mib` are sent together, by one collective that still sums them in
+place: few large collectives use the link better and disturb the backward less often, many small ones begin earlier.
 
 torch's DDP is not used, because it regroups its buckets after the first step. The order of additions, and thus the last
 bits of the sums, would then differ between a resumed run and an uninterrupted one. Each process divides its loss by the
@@ -17,6 +19,7 @@ whatever the number of ranks. So the error of a sum is at most u (sum_r |g_r| + 
 u = 2^-8, plus that of the additions in float32.
 """
 
+import contextlib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -81,26 +84,53 @@ def _sublayer(name: str) -> str:
     return ".".join(name.split(".")[:3])
 
 
+def make_batches(buckets: Sequence[Bucket], limit: float) -> list[list[Bucket]]:
+    """Return consecutive buckets that are sent together: until they have `limit` float32 bytes.
+
+    The last bucket is sent alone, because nothing hides the time of its sum, and so are matrices that one rank updates.
+    """
+    batches: list[list[Bucket]] = []
+    is_full = True
+    for bucket in buckets:
+        if is_full or bucket.owner is not None or bucket is buckets[-1]:
+            batches.append([])
+        batches[-1].append(bucket)
+        size = 4 * sum(parameter.numel() for each in batches[-1] for parameter in each.parameters)
+        is_full = bucket.owner is not None or size >= limit
+    return batches
+
+
 class GradientBuckets:
     """Sums the gradients of `infos` over all replicas; does nothing for one process or a sharded model.
 
-    owners: ranks by the name of the matrix that they update. dtype: `parallel.gradient_dtype`.
+    Args:
+        owners: Ranks by the name of the matrix that they update.
+        dtype: `parallel.gradient_dtype`.
+        batch_bytes: Float32 bytes of gradients that are sent together, if they are summed in place
+            (`parallel.bucket_mib`).
     """
 
     def __init__(
-        self, infos: Sequence[ParameterInfo], world: World, owners: Mapping[str, int], dtype: torch.dtype
+        self,
+        infos: Sequence[ParameterInfo],
+        world: World,
+        owners: Mapping[str, int],
+        dtype: torch.dtype,
+        batch_bytes: float = 0.0,
     ):
         self.world, self.dtype = world, dtype
         self.buckets: list[Bucket] = []
+        self._batches: list[list[Bucket]] = []
         # If sums are not gradients, each needs memory beside its gradient until it is converted.
         sums_are_gradients = dtype == torch.float32 and all(i.parameter.dtype == dtype for i in infos)
         self._side = SideStream(world.device, IN_FLIGHT if sums_are_gradients else WAITING)
         self._rehearsed: deque[list[Tensor]] = deque(maxlen=0 if sums_are_gradients else WAITING)
         self._overlap = self._armed = False
-        self._next = 0  # the first bucket that this backward has not sent, or rehearsed
+        self._next = 0  # the first batch that this backward has not sent, or rehearsed
         if world.size == 1 or world.sharded:
             return
         self.buckets = make_buckets(infos, owners)
+        self._batches = make_batches(self.buckets, batch_bytes if sums_are_gradients else 0.0)
         for number, bucket in enumerate(self.buckets):
             for parameter in bucket.parameters:
                 call_after_gradient(parameter, self._complete, number)
@@ -126,45 +156,53 @@ class GradientBuckets:
         """Send the buckets that are left, and let the device wait for all sums."""
         self._armed = False
         self._rehearsed.clear()
-        for bucket in self.buckets[self._next if self._overlap else 0 :]:
-            self._send(bucket)
+        for batch in self._batches[self._next if self._overlap else 0 :]:
+            self._send(batch)
         self._side.join()
 
     def _complete(self, number: int, parameter: nn.Parameter) -> None:
         if not self._armed:
             return
         self.buckets[number].missing -= 1
-        while self._next < len(self.buckets) and not self.buckets[self._next].missing:
+        while self._next < len(self._batches) and not any(b.missing for b in self._batches[self._next]):
+            batch = self._batches[self._next]
             if self._overlap:
-                self._send(self.buckets[self._next])
+                self._send(batch)
             else:
-                self._rehearsed.append(self._buffers(self.buckets[self._next].gradients())[0])
+                self._rehearsed += [self._buffers(bucket.gradients())[0] for bucket in batch]
             self._next += 1
 
     @torch.no_grad()
-    def _send(self, bucket: Bucket) -> None:
-        gradients = bucket.gradients()
-        buffers, parts = self._buffers(gradients)
+    def _send(self, batch: Sequence[Bucket]) -> None:
+        sums: list[list[Tensor]] = []
         converted = []
-        for parameter, gradient, part in zip(bucket.parameters, gradients, parts, strict=True):
-            if bucket.owner not in (None, self.world.rank):
-                parameter.grad = None
-            elif gradient.dtype == part.dtype:
-                parameter.grad = part
-            else:
-                converted.append((gradient, part))
+        for bucket in batch:
+            gradients = bucket.gradients()
+            buffers, parts = self._buffers(gradients)
+            sums.append(buffers)
+            for parameter, gradient, part in zip(bucket.parameters, gradients, parts, strict=True):
+                if bucket.owner not in (None, self.world.rank):
+                    parameter.grad = None
+                elif gradient.dtype == part.dtype:
+                    parameter.grad = part
+                else:
+                    converted.append((gradient, part))
 
         def work() -> None:
             if self.dtype == torch.bfloat16:
-                sum_bfloat16(*buffers)
-            elif bucket.owner is None:
-                dist.all_reduce(buffers[0])
+                for buffers in sums:
+                    sum_bfloat16(*buffers)
+            elif batch[0].owner is not None:
+                dist.reduce(sums[0][0], dst=batch[0].owner)
             else:
-                dist.reduce(buffers[0], dst=bucket.owner)
+                # One collective for all. As in Megatron-LM: torch has no public name for it.
+                with dist._coalescing_manager() if len(sums) > 1 else contextlib.nullcontext():
+                    for (flat,) in sums:
+                        dist.all_reduce(flat)
             for gradient, part in converted:
                 gradient.copy_(part)
 
-        self._side.run(work, *buffers)
+        self._side.run(work, *(buffer for buffers in sums for buffer in buffers))
 
     @torch.no_grad()
     def _buffers(self, gradients: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

@@ -116,6 +116,7 @@ class Stepper:
             self.world,
             optimizer.owners,
             getattr(torch, context.config.parallel.gradient_dtype),
+            2**20 * context.config.parallel.bucket_mib,
         )
         self.overlaps_weights = self._wait_before_reading()
         self.separate_gradients: HostGradients | ReleasedGradients | None = None
