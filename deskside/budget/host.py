@@ -76,7 +76,7 @@ class HostTimes:
 
 def host_seconds(shape: Shape, spec: StepSpec, host: HostTimes) -> float:
     """Return the host seconds of a step. 0 for compiled blocks that were never host-bound."""
-    layers: float = shape.num_hidden_layers * launched_passes(spec)
+    layers: float = shape.num_hidden_layers * (0 if replays_passes(spec) else spec.accumulation)
     if isinstance(host.factor, Term):  # the planner's explanation shows the product under one name
         layers = leaf("layers x passes", layers)
     if not spec.fused:
@@ -95,18 +95,8 @@ def can_replay(step: StepOptions) -> bool:
 
 
 def replays_passes(spec: StepSpec) -> bool:
-    """Return True if passes are CUDA graphs: all of them, or on several GPUs all but the last of a step."""
+    """Return True if passes are CUDA graphs."""
     return spec.graphs == "on" and spec.fused and can_replay(spec)
-
-
-def launched_passes(spec: StepSpec) -> int:
-    """Return the passes of a step whose kernels the host launches one by one.
-
-    With graphs, that is only the last pass of several replicas, which sends gradients while it runs.
-    """
-    if not replays_passes(spec):
-        return spec.accumulation
-    return 1 if spec.gpus > 1 else 0
 
 
 def overlapped_seconds(device: float, host: float, overlap: float) -> float:

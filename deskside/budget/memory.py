@@ -33,8 +33,7 @@ that are being reduced and of the root, which is reduced last. A test tracks the
 sharding, GPUs sum their gradients in buckets while the backward runs (`budget/replicas.py`).
 
 A pass that is a CUDA graph (`train/loop/graphed_pass.py`) keeps what it needs at its peak, also during updates and
-evaluations. Gradients exist all the time. With several GPUs, the last pass of a step is not a graph, and needs memory
-of its own.
+evaluations. Gradients exist all the time.
 
 If adapters are trained over frozen weights (`budget/adapters.py`), only the adapters have gradients and optimizer
 states, the head has no gradient, a quantized weight is dequantized while it is used, and the gradient of a chunk of
@@ -55,7 +54,7 @@ from deskside.budget.adapters import (
 )
 from deskside.budget.converted_weights import cached_weights, copied_weights, has_weight_cache
 from deskside.budget.format_costs import SAVED_BF16, quantized
-from deskside.budget.host import launched_passes, replays_passes
+from deskside.budget.host import replays_passes
 from deskside.budget.replicas import bucket_bytes, update_shares
 from deskside.budget.separate_gradients import (
     STACK_BYTES,
@@ -181,6 +180,7 @@ def _full_training(s: Sizes) -> dict[str, Items]:
     gathered = libraries + shared + (2 * one_layer + root if spec.sharded else 0.0)
     gathered_at_end = libraries + shared + (one_layer + root if spec.sharded else 0.0)
     summed = bucket_bytes(s, s.parameters)
+    summed_in_pass = 0.0 if graphs else summed
     # Gradients of a block exist a second time while they are reduced, in one flat tensor.
     reduced = 0.0
     if spec.sharded:
@@ -215,7 +215,7 @@ def _full_training(s: Sizes) -> dict[str, Items]:
             "logits": head if s.shape.tie_word_embeddings and several_passes else 0.0,
             "workspace": gathered
             + reduced
-            + summed
+            + summed_in_pass
             + beside(experts + s.pass_tokens * layer.backward(checkpointing), in_backward),
         },
         "gradients": {
@@ -228,7 +228,7 @@ def _full_training(s: Sizes) -> dict[str, Items]:
             "logits": 0.0,
             # With several passes, the peak is in a pass before the last one, where gradients are not reduced.
             "workspace": gathered_at_end
-            + summed
+            + summed_in_pass
             + (head if several_passes and not separate else reduced)
             + beside(s.pass_tokens * layer.last_gradients, in_backward),
         },
@@ -242,7 +242,7 @@ def _full_training(s: Sizes) -> dict[str, Items]:
             "workspace": libraries + max(_muon_stack_bytes(s), summed),
         },
     }
-    if launched_passes(spec) == spec.accumulation:
+    if not graphs:
         return steps
     high_precision = 0.0  # bytes of converted weights: evaluations are in BF16
     if quantized(spec.precision) and has_weight_cache(spec):
@@ -255,13 +255,12 @@ def _full_training(s: Sizes) -> dict[str, Items]:
         "logits": s.chunk_tokens * s.vocabulary * width * 2,
         "workspace": libraries,
     }
-    # Copies of weights are not part of a pass, and a captured pass does not send gradients.
-    others = {"loss": libraries, "backward": libraries + summed, "gradients": libraries + summed}
-    kept = max(_temporary(steps[name]) - other for name, other in others.items()) - lasting_copies
+    # Copies of weights are not part of a pass, and gradients are summed after it.
+    in_pass = max(_temporary(items) for name, items in steps.items() if name != "update")
+    kept = in_pass - libraries - lasting_copies
     steps["evaluation"] = evaluation
-    for name, items in steps.items():
-        if spec.gpus > 1 or name not in others:  # on one GPU, all passes are replays
-            items["captured pass"] = kept
+    for name in ("update", "evaluation"):
+        steps[name]["captured pass"] = kept
     return steps
 
 

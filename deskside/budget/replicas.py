@@ -3,7 +3,7 @@
 Gradients are summed during the last backward of a step (`train/loop/gradient_buckets.py`). Muon's matrices are updated
 by one GPU each, and their new weights are sent during the next forward (`optim/owners.py`). These transfers add to the
 step only the time by which they outlast these passes, and the sum of the embedding's gradient, which the backward
-computes last.
+computes last. If passes are CUDA graphs, nothing hides the transfers.
 
     bytes that a GPU sends per weight          float32              bfloat16
     sum on every GPU                           8 (n - 1) / n        4 (n - 1) / n
@@ -18,6 +18,7 @@ With Muon it was -0.4 to 1.1 %, because the cards also share its update.
 
 from dataclasses import dataclass
 
+from deskside.budget.host import replays_passes
 from deskside.budget.shape import num_params
 from deskside.budget.sizes import Sizes
 from deskside.budget.step_spec import StepSpec
@@ -59,9 +60,11 @@ def exchange(s: Sizes, trained: float) -> Exchange:
     in_backward = per_weight * (trained - matrices - embedding) + per_matrix_weight * matrices
     exposed: float = per_weight * embedding
     in_forward: float = spec.weight_bytes * matrices
-    if spec.context > 1:  # its backward has its own transfers
+    # Replicas that replay their passes sum gradients after them, and wait for new weights before them.
+    replayed = replays_passes(spec)
+    if spec.context > 1 or replayed:  # the backward of shared rows has its own transfers
         in_backward, exposed = 0.0, exposed + in_backward
-    if spec.compiled and not spec.fused:  # torch.compile's forward waits for no single layer
+    if replayed or (spec.compiled and not spec.fused):  # torch.compile's forward waits for no single layer
         in_forward, exposed = 0.0, exposed + in_forward
     return Exchange(in_backward, exposed, in_forward)
 

@@ -210,7 +210,7 @@ def step_seconds(shape: Shape, spec: StepSpec, rates: Rates) -> dict[str, float]
     device += exposed
     host, overlap = host_seconds(shape, spec, rates.host), rates.host.overlap
     if spec.graphs == "auto" and host >= HOST_BOUND * overlapped_seconds(device, host, overlap):
-        host = host_seconds(shape, replace(spec, graphs="on"), rates.host)
+        return step_seconds(shape, replace(spec, graphs="on"), rates)
     seconds["host"] = overlapped_seconds(device, host, overlap) - device
     return seconds
 

@@ -46,6 +46,9 @@ def test_what_cannot_overlap_is_exposed() -> None:
     assert (compiled.in_forward, compiled.exposed) == (0, fused.exposed + fused.in_forward)
     shared = exchange(Sizes(SHAPE, spec(context=2)), ALL)
     assert (shared.in_backward, shared.exposed) == (0, fused.exposed + fused.in_backward)
+    replayed = exchange(Sizes(SHAPE, spec(graphs="on")), ALL)
+    assert (replayed.in_backward, replayed.in_forward) == (0, 0)
+    assert replayed.exposed == fused.exposed + fused.in_backward + fused.in_forward
     for alone in (spec(1), spec(sharded=True)):
         assert vars(exchange(Sizes(SHAPE, alone), ALL)) == vars(type(fused)())
 

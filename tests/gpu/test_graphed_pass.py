@@ -411,7 +411,7 @@ def test_a_resumed_run_is_the_same(changes: dict[str, Any], stop_at: int, data: 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("name", ["muon", "adamw"])
 def test_two_cards(name: str, data: Path, tmp_path: Path) -> None:
-    """The last pass of a step runs without a graph, and NCCL's thread watches while others are captured."""
+    """Gradients are summed after the last replay, and NCCL's thread watches while passes are captured."""
     optim = {"name": name} | ({"lr": 3e-3} if name == "adamw" else {})
     for cuda_graph in ("off", "on"):
         config = settings(data, cuda_graph, optim=optim)

@@ -147,7 +147,7 @@ class GradientBuckets:
         self._overlap, self._armed, self._next = overlap, False, 0
 
     def begin_pass(self, last: bool) -> None:
-        """Begin a pass. last: it is the last of the step, so its backward completes the gradients."""
+        """Begin a pass. last: it is the last of the step, so its backward completes the gradients and may send them."""
         self._armed = last and self.world.context is None
         for bucket in self.buckets:
             bucket.missing = len(bucket.parameters)

@@ -12,13 +12,13 @@ in place, the delayed scales, and what this module adds:
 
 A second graph, replayed once a step before its first pass, converts the weights into the forms that the products read.
 Both graphs share a memory pool. Passes without a graph use the same tensors, so they can be mixed with replays in a
-step. The first steps of a kind have no graph, because they compile kernels, and neither has the last pass of a step of
-several replicas, whose backward sends gradients while it runs.
+step. The first steps of a kind have no graph, because they compile kernels. A replay runs no hooks, so replicas sum
+their gradients after the last pass of a step, and not while its backward runs.
 
 Whatever else determines the operations of a pass is part of its `PassKind`. If that changes, the graphs are dropped and
 the pass is captured again. The activations of a captured pass stay reserved until then, also during updates and
-evaluations; with several replicas, those of the last pass of a step need memory besides. The search for the micro-batch
-leaves room for both (`GraphedPass.reserving`), and the planner counts them (`budget/memory.py`).
+evaluations. The search for the micro-batch leaves room for them (`GraphedPass.reserving`), and the planner counts them
+(`budget/memory.py`).
 """
 
 import contextlib
@@ -143,8 +143,6 @@ class GraphedPass:
         self._converted: list[ConvertedWeight] = []
         self._captured: _Captured | None = None
         self._stopped = False  # nothing is captured any more in this run
-        self._found_replayable = False  # a pass that may be replayed was run
-        self._said_single_passes = False  # an event said that no pass may be replayed
         self._weights: tuple[int, ...] = ()
         self.memory = PassMemory(self.device)
         self._reserves = False  # see `reserving`
@@ -165,12 +163,6 @@ class GraphedPass:
         self._steps += int(self._ran_in_step)
         self._dry, self._converted_in_step, self._ran_in_step = dry, False, False
         self._needed, self._reserved = 0, None
-        if self._steps == WARM_UP_STEPS and not (self._found_replayable or self._said_single_passes):
-            self._said_single_passes = True
-            self._event(
-                "compute.cuda_graph: steps of a single pass are not captured, as their gradients are sent to the other "
-                "GPUs while it runs"
-            )
 
     def begin_passes(self) -> Tensor:
         """Begin the sums of a step, and return them."""
@@ -185,8 +177,8 @@ class GraphedPass:
     def reserving(self) -> Iterator[None]:
         """Context manager in which dry steps reserve the memory that a captured pass keeps.
 
-        It is reserved during what happens beside the graph: a pass that must not be replayed, and everything after the
-        passes of a step. The step raises torch.OutOfMemoryError if there is too little memory.
+        It is reserved during everything after the passes of a step. The step raises torch.OutOfMemoryError if there is
+        too little memory.
         """
         self._reserves = True
         try:
@@ -203,25 +195,21 @@ class GraphedPass:
         if self._reserves and self._needed and self._reserved is None:
             self._reserved = self.memory.reserve(int(self._needed * (1 + RESERVED_SHARE)))
 
-    def run(self, batch: Batch, may_replay: bool = True) -> None:
-        """Run the pass of a micro-batch. may_replay: False for a pass that needs its hooks."""
+    def run(self, batch: Batch) -> None:
+        """Run the pass of a micro-batch."""
         inputs = self._load(batch)
-        if may_replay:
-            self._found_replayable = True
-        if self._captured is None and may_replay and self._should_capture():
+        if self._captured is None and self._should_capture():
             try:
                 self._capture(inputs)
             except _CaptureFailed as failure:
                 self._stop(str(failure))
-        if self._captured is not None and may_replay:
+        if self._captured is not None:
             self._replay(self._captured)
             return
-        if self._dry and not may_replay:
-            self._reserve()
         if self._reserves:
             self.memory.begin()
         self._run_pass(inputs, self.sums, self.count)
-        if self._reserves and may_replay:
+        if self._reserves:
             self._needed = max(self._needed, self.memory.needed())
         self._converted = self._precision.cached_weights()
         self._ran_in_step = not self._dry

@@ -327,12 +327,11 @@ class Stepper:
         token = self.world.reader * sum(batch.tokens_BT.numel() for batch in micro_batches)
         for index, batch in enumerate(micro_batches):
             is_last = index == len(micro_batches) - 1
-            self.buckets.begin_pass(is_last)
+            self.buckets.begin_pass(is_last and graphed is None)  # a replay runs no hooks
             if self.world.sharded:
                 set_gradient_sync(self.model, is_last)
             if graphed is not None:
-                # The last backward of several replicas sends gradients while it runs.
-                graphed.run(batch, may_replay=not (is_last and self.buckets.buckets))
+                graphed.run(batch)
                 continue
             with contextlib.nullcontext() if dropout is None else dropout.passing(token):
                 self._pass(batch, sums)

@@ -2,10 +2,10 @@
 
 Each candidate runs a dry step: a whole step, with optimizer state, on a worst-case batch. If the run's steps have
 several passes, the dry step has two, because the gradients of the first are in memory during the second. If passes will
-be replayed as CUDA graphs, the memory that a captured pass keeps is reserved during the update, an evaluation's forward
-and, with several replicas, the pass without a graph. The dry step also compiles the model and gives the first estimate
-of the step time. If it runs out of memory, a divisor of the rows that is at most half as large is tried with more
-gradient accumulation, so the effective batch size never changes. The result is recorded in plan.json. A resumed run
+be replayed as CUDA graphs, the memory that a captured pass keeps is reserved during the update and an evaluation's
+forward. The dry step also compiles the model and gives the first estimate of the step time. If it runs out of memory, a
+divisor of the rows that is at most half as large is tried with more gradient accumulation, so the effective batch size
+never changes. The result is recorded in plan.json. A resumed run
 uses it again, if it fits the number of processes.
 """
 

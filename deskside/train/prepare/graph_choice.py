@@ -29,9 +29,6 @@ def choose_graphs(finder: BatchSizeFinder, stages: Sequence[StageWork], recorded
         return
     if not can_capture(config, world.device, stepper.precision.fused, stepper.context.attention):
         return
-    passes = [finder.stage_rows(stage) // stage.micro_rows for stage in stages]
-    if world.size > 1 and max(passes) == 1:  # its gradients are sent while it runs, so it is never replayed
-        return
     window, wanted, why = stepper.window, bool(recorded), "they were before"
     if not recorded:
         starts = [0.0, *(stage.until for stage in stages)]

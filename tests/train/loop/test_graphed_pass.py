@@ -19,7 +19,6 @@ from deskside.optim.build import build
 from deskside.precision.convert import convert
 from deskside.train.attention_backends import AttentionBackends
 from deskside.train.loop import graphed_pass
-from deskside.train.loop.gradient_buckets import Bucket
 from deskside.train.loop.graph_pool import Graph, PassMemory
 from deskside.train.loop.guard import Guard
 from deskside.train.loop.step import Stepper
@@ -383,27 +382,18 @@ class Memory(PassMemory):
         return block
 
 
-@pytest.mark.parametrize(
-    ("replicas", "passes", "in_passes"),
-    [(False, 1, [0]), (False, 2, [0, 0]), (True, 4, [0, 0, 0, 105])],
-)
-def test_a_dry_step_keeps_the_memory_of_a_captured_pass(
-    replicas: bool, passes: int, in_passes: list[int]
-) -> None:
-    """Beside it are the update, an evaluation, and the last pass of replicas. Steps that are timed reserve nothing."""
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_dry_step_keeps_the_memory_of_a_captured_pass(passes: int) -> None:
+    """Beside it are the update and an evaluation. Steps that are timed reserve nothing."""
     run, _ = graphed(Replaying, "fp8-tensorwise")
     assert run.graphed is not None
-    if replicas:
-        run.buckets.buckets = [Bucket([])]
-        run.buckets.finish = lambda: None  # type: ignore[method-assign]
     memory = Memory(run, 105)
     run.set_progress(0.0, 0.0, 0)
     for _ in range(2):
         memory.log.clear()
         with run.graphed.reserving():
             run.run(batches(0, passes), 1, dry=True)
-        expected = [*(("pass", held) for held in in_passes), ("token_losses", 105), ("step", 105)]
-        assert memory.log == expected
+        assert memory.log == [*[("pass", 0)] * passes, ("token_losses", 105), ("step", 105)]
         assert not any(reference() is not None for reference in memory.reserved)
     memory.log.clear()
     run.run(batches(0, 2), 1, dry=True)
@@ -411,43 +401,6 @@ def test_a_dry_step_keeps_the_memory_of_a_captured_pass(
     memory.room = 104
     with pytest.raises(torch.OutOfMemoryError), run.graphed.reserving():
         run.run(batches(0, 2), 1, dry=True)
-
-
-def test_replicas_whose_passes_are_never_captured_reserve_nothing() -> None:
-    run, _ = graphed(Replaying, "bf16")
-    assert run.graphed is not None
-    run.buckets.buckets = [Bucket([])]
-    run.buckets.finish = lambda: None  # type: ignore[method-assign]
-    memory = Memory(run, 0)
-    run.set_progress(0.0, 0.0, 0)
-    with run.graphed.reserving():
-        run.run(batches(0, 1), 1, dry=True)
-    assert memory.log == [("pass", 0), ("step", 0)]
-
-
-def test_the_last_pass_of_replicas_is_not_replayed() -> None:
-    plain, (run, lines) = stepper("fp8-tensorwise"), graphed(Checking, "fp8-tensorwise")
-    original = run.graphed.run  # type: ignore[union-attr]
-    allowed: list[bool] = []
-
-    def last_without(batch: Batch, may_replay: bool = True) -> None:
-        allowed.append(len(allowed) % 4 != 3)
-        original(batch, may_replay=allowed[-1])
-
-    run.graphed.run = last_without  # type: ignore[union-attr, method-assign]
-    for step in range(STEPS):
-        assert one_step(run, step, 4) == one_step(plain, step, 4)
-    assert_equal(state(run), state(plain))
-    assert len(lines) == 1 and Checking.made[0].replays == (STEPS - 2) * 4  # three passes and the conversion
-
-
-def test_replicas_with_one_pass_say_that_nothing_is_captured() -> None:
-    run, lines = graphed(Checking, "bf16")
-    original = run.graphed.run  # type: ignore[union-attr]
-    run.graphed.run = lambda batch, may_replay: original(batch, False)  # type: ignore[union-attr, method-assign]
-    for step in range(STEPS):
-        one_step(run, step, 1)
-    assert len(lines) == 1 and "steps of a single pass are not captured" in lines[0]
 
 
 @pytest.mark.parametrize("pool", ONE_KIND)
