@@ -20,6 +20,7 @@ from deskside.probe.point import OPTIMIZER_RUNS, StepTimer, optimizer_seconds, p
 from deskside.train import training_run
 from deskside.train.environment_record import Sensors
 from deskside.train.loop import graphed_pass
+from deskside.train.loop.gradient_buckets import GradientBuckets
 from deskside.train.loop.step import Stepper
 from deskside.train.prepare import graph_choice, setup
 from deskside.train.prepare.batch_size_finder import BatchSizeFinder
@@ -338,6 +339,36 @@ def test_replicas(changes: dict[str, Any], data: Path, tmp_path: Path) -> None:
         assert child.wait() == 0, child.text()
     same(tmp_path / "graphs", tmp_path / "plain")
     assert captures(tmp_path / "graphs") == 1
+
+
+def without_room_for_sums(root: Path, config: RunConfig) -> None:
+    """Train. With passes of four rows, the second process has no memory for the buckets after them."""
+    flat, run_pass = GradientBuckets._flat, Stepper._pass
+
+    def noted_pass(self: Stepper, batch: Batch, *arguments: Any) -> None:
+        Card.rows = len(batch.tokens_BT)
+        run_pass(self, batch, *arguments)
+
+    def scarce_flat(self: GradientBuckets, gradients: list[Tensor]) -> Any:
+        if Card.rows == 4 and self.world.rank == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. More text.")
+        return flat(self, gradients)
+
+    with pytest.MonkeyPatch.context() as patch:
+        allow_a_cpu(patch, Replaying)
+        patch.setattr(Stepper, "_pass", noted_pass)
+        patch.setattr(GradientBuckets, "_flat", scarce_flat)
+        tiny_run.train(root, config)
+
+
+def test_replicas_agree_if_one_has_no_memory_for_the_sums(data: Path, tmp_path: Path) -> None:
+    """A dry step fails on all of them, before one waits for buckets that another does not send."""
+    config = settings(data, "off", schedule={"length": "4 steps"})
+    config = config.model_copy(update={"compute": config.compute.model_copy(update={"cuda_graph": "on"})})
+    child = tiny_run.call(without_room_for_sums, tmp_path, config, log=tmp_path / "log", ranks=2)
+    assert child.wait(60) == 0, child.text()
+    fitted = tiny_run.plan(tmp_path / "run")["fit"][0]
+    assert (fitted["micro_rows"], fitted["accumulation"]) == (2, 2)
 
 
 @pytest.mark.parametrize(

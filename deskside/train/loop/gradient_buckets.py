@@ -122,15 +122,16 @@ class GradientBuckets:
         self.buckets: list[Bucket] = []
         self._batches: list[list[Bucket]] = []
         # If sums are not gradients, each needs memory beside its gradient until it is converted.
-        sums_are_gradients = dtype == torch.float32 and all(i.parameter.dtype == dtype for i in infos)
-        self._side = SideStream(world.device, IN_FLIGHT if sums_are_gradients else WAITING)
-        self._rehearsed: deque[list[Tensor]] = deque(maxlen=0 if sums_are_gradients else WAITING)
+        in_place = dtype == torch.float32 and all(i.parameter.dtype == dtype for i in infos)
+        self._in_place = in_place
+        self._side = SideStream(world.device, IN_FLIGHT if in_place else WAITING)
+        self._rehearsed: deque[list[Tensor]] = deque(maxlen=0 if in_place else WAITING)
         self._overlap = self._armed = False
         self._next = 0  # the first batch that this backward has not sent, or rehearsed
         if world.size == 1 or world.sharded:
             return
         self.buckets = make_buckets(infos, owners)
-        self._batches = make_batches(self.buckets, batch_bytes if sums_are_gradients else 0.0)
+        self._batches = make_batches(self.buckets, batch_bytes if in_place else 0.0)
         for number, bucket in enumerate(self.buckets):
             for parameter in bucket.parameters:
                 call_after_gradient(parameter, self._complete, number)
@@ -151,6 +152,16 @@ class GradientBuckets:
         self._armed = last and self.world.context is None
         for bucket in self.buckets:
             bucket.missing = len(bucket.parameters)
+
+    @torch.no_grad()
+    def rehearse(self) -> None:
+        """Allocate what `finish` allocates if no backward has sent buckets, and free it again.
+
+        A process that has too little memory for it fails here, where no other waits for its buckets yet.
+        """
+        allocated: deque[list[Tensor]] = deque(maxlen=None if self._in_place else WAITING)
+        for bucket in self.buckets:
+            allocated.append(self._buffers(bucket.gradients())[0])
 
     def finish(self) -> None:
         """Send the buckets that are left, and let the device wait for all sums."""

@@ -385,6 +385,8 @@ class Stepper:
             sums = self.forward_backward(micro_batches)
             if self.graphed is not None and self.graphed.is_reserved:
                 self._evaluate_dry(micro_batches[0])
+            if self.graphed is not None:
+                self.buckets.rehearse()  # graphs keep the gradients that are copied into shared buckets
         except torch.OutOfMemoryError as error:
             if self.world.waits_within_passes:
                 reason = str(error).split(".")[0]
