@@ -93,6 +93,17 @@ def test_auto_takes_graphs_where_the_host_limits_the_step() -> None:
     assert seconds(131072, "auto") == seconds(131072, "off")
 
 
+def test_auto_takes_no_graphs_where_they_expose_long_sums() -> None:
+    """Passes that the host launches hide the sums of replicas; those that are replayed do not."""
+
+    def seconds(link: float, graphs: GraphMode) -> float:
+        spec = StepSpec(512, 4 * 8192, 8192, copies="step", optimizer="adamw", gpus=4, graphs=graphs)
+        return sum(step_seconds(SHAPE, spec, Rates(790e12, 4.8e12, link_bandwidth=link)).values())
+
+    assert seconds(400e9, "auto") == seconds(400e9, "on") < 0.9 * seconds(400e9, "off")
+    assert seconds(60e9, "auto") == seconds(60e9, "off") < seconds(60e9, "on")
+
+
 @pytest.mark.parametrize(
     "other",
     [
