@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from deskside.cli.main import main
 from deskside.config.run import RunConfig
 from deskside.train import parallel
+from deskside.train.loop import gradient_buckets
 from deskside.utils.errors import RunError, UsageError
 from tests.train import tiny_run
 from tests.train.tiny_run import curve, kill_at_step, rows
@@ -129,12 +131,27 @@ def test_a_run_goes_on_with_another_number_of_processes(
     close(run, alone, WITHIN[optim])
 
 
+def in_small_buckets(together: bool, function: Any, *arguments: Any) -> None:
+    """Call a function with buckets of 12 kB, of which a tiny model has many. together: several are sent together."""
+    sent: list[Any] = []
+    original = dist._coalescing_manager
+
+    def noted(*given: Any, **options: Any) -> Any:
+        sent.append(given)
+        return original(*given, **options)
+
+    gradient_buckets.BUCKET_BYTES = 4 * 3000
+    dist._coalescing_manager = noted
+    function(*arguments)
+    assert bool(sent) == together
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         pytest.param({}, marks=pytest.mark.full),
         {"parallel": {"gradient_dtype": "bfloat16"}},
-        pytest.param({"parallel": {"bucket_mib": 0.05}}, marks=pytest.mark.full),
+        pytest.param({"parallel": {"bucket_mib": 0.05}, "optim": {"name": "adamw"}}, marks=pytest.mark.full),
         pytest.param(
             {"optim": {"weights": "bfloat16", "offload": True}, "precision": {"name": "bf16"}},
             marks=pytest.mark.full,
@@ -151,13 +168,18 @@ def test_a_run_goes_on_with_another_number_of_processes(
 )
 def test_replicas_resume_exactly(changes: dict[str, Any], data: Path, tmp_path: Path) -> None:
     config = tiny_run.config(data, **{"schedule": {"length": "16 steps"}, **changes})
-    straight = in_ranks(tmp_path, config, "straight")
+    together = "bucket_mib" in changes.get("parallel", {})
+
+    def start(name: str, *call: Any) -> tiny_run.Child:
+        return tiny_run.call(in_small_buckets, together, *call, log=tmp_path / f"{name}.log", ranks=2)
+
+    straight = start("straight", tiny_run.train, tmp_path, config, "straight")
     assert straight.wait() == 0, straight.text()
     run = tmp_path / "killed"
-    child = in_ranks(tmp_path, _writes_at_once(config), "killed")
+    child = start("killed", tiny_run.train, tmp_path, _writes_at_once(config), "killed")
     kill_at_step(run, 12, child.kill, child.alive)
     assert child.wait() == -signal.SIGKILL
-    again = tiny_run.call(tiny_run.resume, run, log=tmp_path / "log", ranks=2)
+    again = start("again", tiny_run.resume, run)
     assert again.wait() == 0, again.text()
     assert "resumed at step 10" in tiny_run.events(run)
     assert curve(run) == curve(tmp_path / "straight")
@@ -296,8 +318,6 @@ class LateWork:
 
 def train_late(root: Path, config: RunConfig, name: str, reads_weights: bool) -> None:
     """Train with new weights that arrive as late as possible, so that a reader that does not wait reads old ones."""
-    import torch.distributed as dist
-
     from deskside.train.loop.step import Stepper
     from deskside.train.next_token import NextToken
 
