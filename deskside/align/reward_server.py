@@ -11,6 +11,7 @@ Then the run saves a checkpoint and ends, so that it can be resumed when the ser
 or a refusal (4xx), ends it at once.
 """
 
+import contextlib
 import http.client
 import json
 import math
@@ -91,7 +92,9 @@ class RewardServer:
                 with urllib.request.urlopen(request, timeout=self.timeout) as response:
                     return bytes(response.read())
             except urllib.error.HTTPError as error:
-                said = error.read(200).decode("utf-8", "replace").strip()
+                said = ""
+                with contextlib.suppress(OSError, http.client.HTTPException):  # the status says enough
+                    said = error.read(200).decode("utf-8", "replace").strip()
                 why = " ".join(f"status {error.code}: {said}".split())
                 if error.code < 500 and error.code not in (408, 429):
                     raise OutsideError(f"reward server {self.url}: refuses the request ({why})") from None

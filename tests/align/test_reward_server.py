@@ -102,6 +102,22 @@ def test_a_slow_server_is_given_up(server: Server) -> None:
     wake.set()
 
 
+def test_a_server_that_breaks_off_its_error_is_asked_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_off(handler: BaseHTTPRequestHandler) -> None:
+        server.requests.append({})
+        handler.send_response(503)
+        handler.send_header("Transfer-Encoding", "chunked")
+        handler.end_headers()
+        handler.wfile.write(b"50\r\nlat")
+
+    monkeypatch.setattr(server.server.RequestHandlerClass, "do_POST", break_off)
+    with pytest.raises(OutsideError, match="status 503"):
+        RewardServer(server.url, 5).compute_all(CASES)
+    assert len(server.requests) == 4
+
+
 @pytest.mark.parametrize(
     ("status", "answer", "error"),
     [
