@@ -14,9 +14,9 @@ temperature. The importance ratio in the loss also corrects for the engine's dif
 
 Metrics of each step: mean and standard deviation of the rewards; answer length in tokens; the share of truncated
 answers; the share of answers with an advantage that is not zero (others give a gradient only from align.kl); entropy;
-the share of clipped tokens; `drift`, which is k3 (policy_loss.py) per token between the weights that sampled and the
-trained weights; with align.kl `kl`, which is k3 per token from the initial weights; and with align.tools the number of
-calls per answer, and the share of them that failed.
+the share of clipped tokens, of those that count in the loss; `drift`, which is k3 (policy_loss.py) per token between
+the weights that sampled and the trained weights; with align.kl `kl`, which is k3 per token in the loss from the initial
+weights; and with align.tools the number of calls per answer, and the share of them that failed.
 """
 
 import shutil
@@ -67,7 +67,7 @@ from deskside.utils.format import plural
 REFERENCE = "reference.safetensors"  # file in the run directory with the initial weights, for align.kl
 METRICS: tuple[str, ...] = (
     "answers", "answer_tokens", "reward", "reward_square", "cut_off", "informative", "entropy", "clipped", "drift",
-    "kl", "tool_calls", "tool_failures",
+    "kl", "loss_tokens", "tool_calls", "tool_failures",
 )  # fmt: skip
 
 
@@ -232,11 +232,12 @@ class Grpo(AlignObjective):
     ) -> Loss:
         batch, options = cast(RolloutBatch, batch), self.options
         scores = answers.score(model, batch, context, compute, options.temperature)
+        in_loss_SL = batch.mask_SL & batch.in_loss_S[:, None]
         terms = policy_loss(
             scores.logprobs_SL,
             batch.sampled_SL,
             batch.advantage_S,
-            batch.mask_SL & batch.in_loss_S[:, None],
+            in_loss_SL,
             options,
             batch.reference_SL,
         )
@@ -252,6 +253,7 @@ class Grpo(AlignObjective):
             "clipped": terms.clipped_SL.sum().float(),
             "drift": (log_ratio_SL.exp() - log_ratio_SL - 1).sum(),
             "kl": terms.kl_SL.sum(),
+            "loss_tokens": in_loss_SL.sum().float(),
             "tool_calls": batch.tool_calls_S.sum(),
             "tool_failures": batch.tool_failures_S.sum(),
         }
@@ -259,7 +261,7 @@ class Grpo(AlignObjective):
 
     def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
         num_answers, tokens = max(1.0, sums["answers"]), max(1.0, sums["answer_tokens"])
-        mean = sums["reward"] / num_answers
+        mean, loss_tokens = sums["reward"] / num_answers, max(1.0, sums["loss_tokens"])
         metrics = {
             "reward": mean,
             "reward_std": max(0.0, sums["reward_square"] / num_answers - mean**2) ** 0.5,
@@ -267,11 +269,11 @@ class Grpo(AlignObjective):
             "cut_off": sums["cut_off"] / num_answers,
             "informative": sums["informative"] / num_answers,
             "entropy": sums["entropy"] / tokens,
-            "clipped": sums["clipped"] / tokens,
+            "clipped": sums["clipped"] / loss_tokens,
             "drift": sums["drift"] / tokens,
         }
         if self.options.kl:
-            metrics["kl"] = sums["kl"] / tokens
+            metrics["kl"] = sums["kl"] / loss_tokens
         if self.options.tools is not None:
             metrics["tool_calls"] = sums["tool_calls"] / num_answers
             metrics["tool_failures"] = sums["tool_failures"] / max(1.0, sums["tool_calls"])

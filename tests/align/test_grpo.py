@@ -461,18 +461,23 @@ def test_answers_that_were_cut_off_can_be_left_out_of_the_loss(taught: Path) -> 
         [[answers.TokenizedText(np.array([5, 6, 7, 8, 9]), 3)] for _ in rollouts], 8, 5, 0
     )
     config = RunConfig()
-    found = []
+    found, kl = [], []
     for keep in (True, False):
-        objective = Grpo(GrpoConfig(learn_truncated=keep))
+        objective = Grpo(GrpoConfig(learn_truncated=keep, kl=1e-9))
         learnt = torch.tensor([True, keep])
+        sampled_SL = torch.full((2, 2), -1.0)
         batch = RolloutBatch(
-            **fields, num_valid=4, num_valid_step=4, sampled_SL=torch.full((2, 2), -1.0), reference_SL=None,
+            **fields, num_valid=4, num_valid_step=4, sampled_SL=sampled_SL, reference_SL=sampled_SL,
             advantage_S=torch.ones(2), reward_S=torch.zeros(2), in_loss_S=learnt, cut_off_S=torch.tensor([False, True]),
             tool_calls_S=torch.zeros(2), tool_failures_S=torch.zeros(2),
         )  # fmt: skip
         context = AttentionContext(cu_seqlens=batch.cu_seqlens, max_seqlen=8)
-        found.append(float(objective.loss(model, batch, context, config.compute).sum))
+        loss = objective.loss(model, batch, context, config.compute)
+        found.append(float(loss.sum))
+        sums = {name: float(value) for name, value in loss.metric_sums.items()}
+        kl.append(objective.metrics(sums, 4)["kl"])
     assert found[0] == pytest.approx(2 * found[1])
+    assert kl[0] == pytest.approx(kl[1]) and kl[0] > 0  # both answers are the same
 
 
 def test_the_log_forgets_and_finds_and_refuses_damage(tmp_path: Path) -> None:
