@@ -132,7 +132,7 @@ class Grpo(AlignObjective):
         if self.tools is not None:
             folder, turns = session.run.path, self.options.tool_turns or DEFAULT_TURNS
             self.tool_turns = ToolTurns(self.tools, folder, self.ends, turns)
-        self.log = RolloutLog(session.run.path, session.world.rank, steps > 1)
+        self.log = RolloutLog(session.run.path, session.world.rank, steps > 1, session.world.size)
         with session.precision.high_precision(), memory_for_sampling():
             headroom = MemoryHeadroom.measure(session.world.device)
             self._load_reference(session)  # first, because the sampler is sized by the remaining memory

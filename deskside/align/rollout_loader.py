@@ -73,7 +73,7 @@ class RolloutLoader:
         logged = {
             row["position"]: row for row in self.objective.log.read(start, start + self.answers_per_round)
         }
-        if set(logged) != set(positions):
+        if not logged.keys() >= set(positions):
             raise RunError(
                 f"{self.objective.log.lines}: the sampled answers of the next step are missing; restore the file, or "
                 "start a new run"

@@ -2,11 +2,13 @@
 
 An answer's `position` is its index among all answers of the run. A checkpoint determines the position of the next
 step's first answer. A resumed run therefore removes the answers that it will sample again, and reads those that its
-next step needs if they were sampled before the checkpoint.
+next step needs if they were sampled before the checkpoint. It may have another number of processes than before, so it
+reads the files of all.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -70,49 +72,41 @@ class RolloutLog:
     """The two log files of one process.
 
     with_tokens: log token ids and log-probabilities too, which a run that is resumed within a round trains on.
+    processes: their number.
     """
 
-    def __init__(self, folder: Path, rank: int, with_tokens: bool):
-        suffix = f"-{rank}" if rank else ""
-        self.lines, self.page = folder / f"rollouts{suffix}.jsonl", folder / f"rollouts{suffix}.md"
-        self.with_tokens = with_tokens
+    def __init__(self, folder: Path, rank: int, with_tokens: bool, processes: int = 1):
+        self.folder, self.with_tokens = folder, with_tokens
+        self.lines, self.page = _files(folder, rank)
+        self.rank, self.processes = rank, processes
 
     def cut(self, position: int) -> None:
-        """Remove the answers from this position on from both files. Raises RunError if a line is damaged."""
-        if self.lines.exists():
-            kept = [
-                json.dumps(row, ensure_ascii=False) + "\n"
-                for row in self.read()
-                if row["position"] < position
-            ]
-            write_atomically(self.lines, "".join(kept))
-        if self.page.exists():
-            head, *rounds = self.page.read_text("utf-8").split(HEADING)
-            kept = [part for part in rounds if int(part.split(maxsplit=1)[0].replace(",", "")) < position]
-            write_atomically(self.page, HEADING.join([head, *kept]))
+        """Remove the answers from this position on from both files. Raises RunError if a line is damaged.
+
+        The first process also does this for processes that an earlier part of the run had.
+        """
+        gone = [rank for rank in _logged_ranks(self.folder) if rank >= self.processes and self.rank == 0]
+        for lines, page in (_files(self.folder, rank) for rank in (self.rank, *gone)):
+            if lines.exists():
+                rows = [row for row in _rows(lines) if row["position"] < position]
+                kept = [json.dumps(row, ensure_ascii=False) + "\n" for row in rows]
+                write_atomically(lines, "".join(kept))
+            if page.exists():
+                head, *rounds = page.read_text("utf-8").split(HEADING)
+                kept = [part for part in rounds if int(part.split(maxsplit=1)[0].replace(",", "")) < position]
+                write_atomically(page, HEADING.join([head, *kept]))
 
     def read(self, first: int = 0, last: int | None = None) -> list[dict[str, Any]]:
-        """Return the logged answers with first <= position < last. A half-written last line is skipped.
+        """Return the answers with first <= position < last that any process has logged.
 
-        Raises RunError if a line is damaged.
+        A half-written last line is skipped. Raises RunError if a line is damaged.
         """
-        rows = []
-        if not self.lines.exists():
-            return []
-        with self.lines.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if not line.endswith(b"\n"):
-                    continue
-                try:
-                    row = json_value(line)
-                    wanted = first <= row["position"] and (last is None or row["position"] < last)
-                except (ValueError, KeyError, TypeError):
-                    raise RunError(
-                        f"{self.lines}: line {number} is damaged; delete that line and resume"
-                    ) from None
-                if wanted:
-                    rows.append(row)
-        return rows
+        return [
+            row
+            for rank in _logged_ranks(self.folder)
+            for row in _rows(_files(self.folder, rank)[0])
+            if first <= row["position"] and (last is None or row["position"] < last)
+        ]
 
     def add(self, rollouts: Sequence[Rollout], group: int) -> None:
         """Append a round of sampling to both files. With `with_tokens`, the lines are synced to the disk."""
@@ -140,6 +134,34 @@ class RolloutLog:
                 parts.append(f"- reward {answer.reward:g}{end}: {_plain(answer.text)}")
             parts.append("")
         return "\n".join(parts)
+
+
+def _files(folder: Path, rank: int) -> tuple[Path, Path]:
+    """Return the paths of the two files of a process."""
+    suffix = f"-{rank}" if rank else ""
+    return folder / f"rollouts{suffix}.jsonl", folder / f"rollouts{suffix}.md"
+
+
+def _logged_ranks(folder: Path) -> list[int]:
+    """Return the ranks of the processes whose answers are in a folder."""
+    names = (re.fullmatch(r"rollouts(?:-(\d+))?\.jsonl", path.name) for path in folder.iterdir())
+    return sorted(int(name[1] or 0) for name in names if name is not None)
+
+
+def _rows(lines: Path) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a file, without a half-written last one. Raises RunError if a line is damaged."""
+    with lines.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith(b"\n"):
+                continue
+            try:
+                row = json_value(line)
+                is_whole = isinstance(row["position"], int)
+            except (ValueError, KeyError, TypeError):
+                is_whole = False
+            if not is_whole:
+                raise RunError(f"{lines}: line {number} is damaged; delete that line and resume")
+            yield row
 
 
 def _plain(text: str) -> str:
