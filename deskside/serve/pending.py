@@ -146,7 +146,6 @@ class PendingResponse:
         writer = self._writer
         assert isinstance(writer, ResponseWriter)
         num_choices = sum(request.samples for request in self._requests)
-        offsets = [0] * num_choices  # characters sent so far
         num_tokens = 0
         if start := writer.start(num_choices):
             yield start
@@ -156,8 +155,7 @@ class PendingResponse:
                 pieces = []
                 for choice, event in _joined(events):
                     if event.text or event.reason is not None or event.logprob is not None:
-                        pieces.append(writer.chunk(choice, event, offsets[choice]))
-                    offsets[choice] += len(event.text)
+                        pieces.append(writer.chunk(choice, event))
                 if piece := b"".join(pieces):
                     yield piece
         except ApiError as error:

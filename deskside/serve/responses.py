@@ -76,7 +76,8 @@ class ResponseWriter:
         self._options, self._tokenizer = options, tokenizer
         self._chat = options.chat
         self._parsers: dict[int, AnswerParser | None] = {}  # of a stream, by choice
-        self._begun: set[int] = set()  # choices of a stream that have a token with its log-probability
+        # Of choices of a stream that have a token with its log-probability: characters of all these tokens.
+        self._offsets: dict[int, int] = {}
         self._common = {
             "id": f"{'chatcmpl' if options.chat else 'cmpl'}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -114,8 +115,8 @@ class ResponseWriter:
         pieces = [echo.text for echo in options.echoes for _ in range(options.choices)]
         return b"".join(self._chunk(index, {"text": text}, None, None) for index, text in enumerate(pieces))
 
-    def chunk(self, index: int, event: Event, offset: int) -> bytes:
-        """Return the chunk of an event. `offset`: characters of the choice in earlier chunks."""
+    def chunk(self, index: int, event: Event) -> bytes:
+        """Return the chunk of an event."""
         if index not in self._parsers:
             self._parsers[index] = self._options.new_parser()
         parser = self._parsers[index]
@@ -123,12 +124,12 @@ class ResponseWriter:
         if parser is not None and event.reason is not None:
             part.add(parser.finish())
         content = {"delta": _delta(part)} if self._chat else {"text": event.text}
-        logprobs = None
+        logprobs, offset = None, self._offsets.get(index, 0)
         if self._options.logprobs and event.token is not None and event.logprob is not None:
-            begins = self._chat and index not in self._begun
-            self._begun.add(index)
+            begins = self._chat and index not in self._offsets
             scored = ScoredToken(event.token, event.logprob, event.top, begins=begins)
             logprobs = self._logprobs([scored], offset)
+            self._offsets[index] = offset if self._chat else offset + len(logprobs["tokens"][0])
         elif self._options.logprobs and (end := self._end_token(event.end_token)):
             logprobs = self._logprobs(end, offset)
         if parser is not None and not content["delta"] and logprobs is None and event.reason is None:

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer
 
 from deskside.data import tokenizer as bpe
 from deskside.engine.requests import Event, Request
+from deskside.engine.text import TextStream
 from deskside.serve.pending import PendingResponse
 from deskside.serve.responses import ResponseOptions, ResponseWriter
 from deskside.serve.worker import EngineMessage
@@ -54,9 +55,12 @@ def events(logprobs: bool) -> list[Event]:
     return [*first, token(0, "e"), token(0, "f"), Event(0, 0, None, "eos", "!", cached_tokens=2)]
 
 
-def made(worker: FakeWorker, tokenizer: Tokenizer, logprobs: bool, streamed: bool) -> PendingResponse:
-    request = Request(PROMPT, 9, samples=2, logprobs=logprobs)
-    writer = ResponseWriter(ResponseOptions(False, 2, logprobs, usage_in_stream=True), "m", "f", tokenizer)
+def made(
+    worker: FakeWorker, tokenizer: Tokenizer, logprobs: bool, streamed: bool, samples: int = 2
+) -> PendingResponse:
+    request = Request(PROMPT, 9, samples=samples, logprobs=logprobs)
+    options = ResponseOptions(False, samples, logprobs, usage_in_stream=True)
+    writer = ResponseWriter(options, "m", "f", tokenizer)
     return PendingResponse(worker, [request], writer, streamed, lambda pending: None)  # type: ignore[arg-type]
 
 
@@ -97,6 +101,26 @@ def test_a_stream_has_the_text_of_the_whole_answer(logprobs: bool, tokenizer: To
         if logprobs:
             given = [x for part in parts if part["logprobs"] for x in part["logprobs"]["token_logprobs"]]
             assert given == expected["logprobs"]["token_logprobs"]
+
+
+def test_the_offsets_of_tokens_whose_text_is_held_back(tokenizer: Tokenizer) -> None:
+    """A stop string holds back the text of its first characters, which come with a later token."""
+    tokens = tokenizer.encode("abcabdabd abc", add_special_tokens=False).ids
+    text = TextStream(tokenizer, ["abdx"])
+    worker = FakeWorker()
+    pending = made(worker, tokenizer, True, True, samples=1)
+    for token in tokens[:-1]:
+        worker.receivers[0](Event(0, 0, token, None, text.push(token), -0.5, -0.5))
+    end = text.push(tokens[-1]) + text.finish()
+    worker.receivers[0](Event(0, 0, tokens[-1], "length", end, -0.5, -0.5))
+
+    async def streamed() -> list[Any]:
+        lines = b"".join([piece async for piece in pending.stream()]).decode().split("\n\n")
+        return [json.loads(line.removeprefix("data: "))["choices"] for line in lines[:-2]]
+
+    scores = [choice["logprobs"] for choices in asyncio.run(streamed()) for choice in choices]
+    starts = [len(tokenizer.decode(tokens[:n])) for n in range(len(tokens))]
+    assert [offset for score in scores for offset in score["text_offset"]] == starts
 
 
 def test_a_stream_waits_between_its_pieces_but_not_with_its_end(
