@@ -68,7 +68,7 @@ def token_logprobs(
     results: list[tuple[float, TopTokens]] = []
     rows = max(1, LOGIT_BYTES // (4 * model.config.vocab_size))
     for start in range(0, len(targets), rows):
-        logits_RV = model.logits(hidden_TD[None, start : start + rows])[0].float()
+        logits_RV = model.logits(model.head_input(hidden_TD[None, start : start + rows]))[0].float()
         target_R1 = torch.tensor(targets[start : start + rows], device=logits_RV.device)[:, None]
         # Target and alternatives from one tensor: a target that is the most probable token has exactly its value.
         log_p_RV = logits_RV.log_softmax(-1)

@@ -137,10 +137,15 @@ class Transformer(nn.Module):
             )
             statistics.extend(router)
         assert delta_BTD is not None
-        return self._scaled(self.final.add_norm(residual_BTD, delta_BTD)[1]), statistics
+        return self.head_input(self.final.add_norm(residual_BTD, delta_BTD)[1]), statistics
+
+    def head_input(self, hidden_BTD: Tensor) -> Tensor:
+        """Hidden states after the final norm -> input of the head: divided by `logits_scaling`, which scales logits."""
+        scaling = self.config.logits_scaling
+        return hidden_BTD if scaling == 1.0 else hidden_BTD / scaling
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
-        """Hidden states after the final norm -> logits, with the soft cap of the configuration."""
+        """Input of the head -> logits, with the soft cap of the configuration."""
         logits_BTV = self.embed.logits(hidden_BTD) if self.head is None else self.head(hidden_BTD)
         cap = self.config.final_logit_softcapping
         return logits_BTV if cap is None else cap * torch.tanh(logits_BTV / cap)
@@ -246,7 +251,7 @@ class Transformer(nn.Module):
             assert isinstance(layer, Block)
             layer_cache = LayerCache(cache, index, slots, rotation_of, contexts.get(layer.attn.window))
             residual_BTD, delta_BTD = blocks.block(layer, residual_BTD, delta_BTD, layer_cache)
-        hidden_BTD = self._scaled(blocks.final(self.final, residual_BTD, delta_BTD))
+        hidden_BTD = self.head_input(blocks.final(self.final, residual_BTD, delta_BTD))
         last_B = cache.advance(T, counts_B)
         if logits_of == "last":
             rows = 0 if cache.cu_seqlens is not None else torch.arange(B, device=tokens_BT.device)
@@ -299,11 +304,6 @@ class Transformer(nn.Module):
                 positions_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
             x_BTD = x_BTD + self.position(positions_BT)
         return x_BTD
-
-    def _scaled(self, hidden_BTD: Tensor) -> Tensor:
-        """Return the input of the head: the hidden states divided by `logits_scaling`, which scales down the logits."""
-        scaling = self.config.logits_scaling
-        return hidden_BTD if scaling == 1.0 else hidden_BTD / scaling
 
     @staticmethod
     def _split_embedding(x_BTD: Tensor) -> tuple[Tensor, Tensor]:

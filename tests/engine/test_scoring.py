@@ -63,6 +63,18 @@ def test_prompts_are_scored_beside_other_requests(
     assert engine.idle and engine.free_tokens == free
 
 
+def test_prompts_of_a_model_that_scales_its_logits() -> None:
+    """As Granite's. The mean of hidden states is not scaled, as in transformers' last_hidden_state."""
+    model = make(logits_scaling=4.0)
+    engine = Engine(model, max_batch=2, max_tokens=256)
+    ((answer,),) = engine.run([Request(LONG, 0, prompt_logprobs=3, embed=True)])
+    check_prompt_scores(model, LONG, answer, 3)
+    with torch.no_grad():
+        hidden_BTD = 4 * model.hidden(torch.tensor([LONG]))
+    assert answer.prompt is not None and answer.prompt.hidden_sum is not None
+    torch.testing.assert_close(answer.prompt.hidden_sum, hidden_BTD[0].double().sum(0), atol=1e-4, rtol=1e-4)
+
+
 def test_a_prompt_is_scored_once_for_all_samples() -> None:
     engine = Engine(make(), max_batch=4, max_tokens=512, page_size=4)
     for new in (0, 3):
