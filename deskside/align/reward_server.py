@@ -88,9 +88,10 @@ class RewardServer:
         )
         why = ""
         for pause in (*PAUSES, None):
+            deadline = time.monotonic() + self.timeout
             try:
                 with urllib.request.urlopen(request, timeout=self.timeout) as response:
-                    return bytes(response.read())
+                    return _read(response, deadline)
             except urllib.error.HTTPError as error:
                 said = ""
                 with contextlib.suppress(OSError, http.client.HTTPException):  # the status says enough
@@ -126,3 +127,15 @@ class RewardServer:
                     f"reward server {self.url}: a reward must be a finite number, but is {str(reward)[:60]!r}"
                 )
         return [float(reward) for reward in rewards]
+
+
+def _read(response: http.client.HTTPResponse, deadline: float) -> bytes:
+    """Return the body. The timeout of the connection is for each part of it, so TimeoutError is raised here."""
+    body, length = b"", response.length  # None if the server does not say it
+    while len(body) != length and (part := response.read1()):
+        body += part
+        if time.monotonic() > deadline:
+            raise TimeoutError("timed out")
+    if length is not None and len(body) < length:
+        raise http.client.IncompleteRead(body, length - len(body))
+    return body

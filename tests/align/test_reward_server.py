@@ -3,6 +3,7 @@
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -100,6 +101,43 @@ def test_a_slow_server_is_given_up(server: Server) -> None:
     with pytest.raises(OutsideError, match="no answer in 4 attempts"):
         RewardServer(server.url, 0.1).compute_all(CASES)
     wake.set()
+
+
+def test_a_server_that_never_finishes_its_answer_is_given_up(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drip(handler: BaseHTTPRequestHandler) -> None:
+        server.requests.append({})
+        handler.send_response(200)
+        handler.send_header("Content-Length", "106")
+        handler.end_headers()
+        with contextlib.suppress(ConnectionError):
+            for _ in range(100):
+                handler.wfile.write(b" ")
+                time.sleep(0.003)
+            handler.wfile.write(b"[1, 1]")
+
+    monkeypatch.setattr(server.server.RequestHandlerClass, "do_POST", drip)
+    with pytest.raises(OutsideError, match="timed out"):
+        RewardServer(server.url, 0.1).compute_all(CASES)
+    assert len(server.requests) == 4
+    assert RewardServer(server.url, 5).compute_all(CASES) == [1, 1]
+
+
+def test_an_answer_that_is_cut_off_is_asked_for_again(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cut_off(handler: BaseHTTPRequestHandler) -> None:
+        server.requests.append({})
+        handler.send_response(200)
+        handler.send_header("Content-Length", "106")
+        handler.end_headers()
+        handler.wfile.write(b"[1, 1]")
+
+    monkeypatch.setattr(server.server.RequestHandlerClass, "do_POST", cut_off)
+    with pytest.raises(OutsideError, match="no answer in 4 attempts"):
+        RewardServer(server.url, 5).compute_all(CASES)
+    assert len(server.requests) == 4
 
 
 def test_a_server_that_breaks_off_its_error_is_asked_again(
