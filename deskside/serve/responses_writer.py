@@ -101,7 +101,9 @@ class ResponsesWriter(ResponseWriter):
 
     def end(self, prompt_lengths: Sequence[int], completion_tokens: int, cached: Sequence[int]) -> bytes:
         """Return the last events, with the whole response."""
-        closed = self._close()
+        # An answer without text is an empty message.
+        empty = b"" if self._item is not None or self._output else self._open(_item("message", ""))
+        closed = empty + self._close()
         counts = usage(prompt_lengths, completion_tokens, cached)
         response = self._finished(self._output, self._reason, counts)
         return closed + self._event(f"response.{response['status']}", response=response)

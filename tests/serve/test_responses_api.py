@@ -133,6 +133,21 @@ def test_the_clients_stream_helper_gets_an_answer_that_ends(loaded: Loaded) -> N
     assert final.output_text == loaded.tokenizer.decode(free[: free.index(stop)])
 
 
+def test_an_empty_answer_is_an_empty_message(loaded: Loaded) -> None:
+    """In a response and in a stream."""
+    loaded.tokenizer.encode_special_tokens = False
+    prompt = loaded.tokenizer.encode(rendered(TALK[:1]), add_special_tokens=False).ids
+    ending = replace(loaded, eos_tokens=frozenset(plain(loaded.model, prompt, 1)))
+
+    async def ask(client: openai.AsyncOpenAI) -> tuple[Any, Any]:
+        async with client.responses.stream(**ASKED, input="hello") as stream:
+            return await stream.get_final_response(), await client.responses.create(**ASKED, input="hello")
+
+    for response in with_client(ending, ask):
+        (item,) = response.output
+        assert (item.type, item.status, item.content[0].text) == ("message", "completed", "")
+
+
 def test_calls_are_items(folder: Path, tmp_path: Path) -> None:
     """Uses a template that writes calls like Qwen's, and a grammar that forces the model to write a call."""
     import shutil
