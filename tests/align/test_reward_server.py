@@ -124,34 +124,31 @@ def test_a_server_that_never_finishes_its_answer_is_given_up(
     assert RewardServer(server.url, 5).compute_all(CASES) == [1, 1]
 
 
-def test_an_answer_that_is_cut_off_is_asked_for_again(
-    server: Server, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("status", "header", "text", "error"),
+    [
+        (200, ("Content-Length", "106"), b"[1, 1]", "no answer in 4 attempts"),
+        (503, ("Transfer-Encoding", "chunked"), b"50\r\nlat", "status 503"),
+    ],
+    ids=["answer", "error"],
+)
+def test_a_response_that_is_cut_off_is_asked_for_again(
+    status: int,
+    header: tuple[str, str],
+    text: bytes,
+    error: str,
+    server: Server,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def cut_off(handler: BaseHTTPRequestHandler) -> None:
         server.requests.append({})
-        handler.send_response(200)
-        handler.send_header("Content-Length", "106")
+        handler.send_response(status)
+        handler.send_header(*header)
         handler.end_headers()
-        handler.wfile.write(b"[1, 1]")
+        handler.wfile.write(text)
 
     monkeypatch.setattr(server.server.RequestHandlerClass, "do_POST", cut_off)
-    with pytest.raises(OutsideError, match="no answer in 4 attempts"):
-        RewardServer(server.url, 5).compute_all(CASES)
-    assert len(server.requests) == 4
-
-
-def test_a_server_that_breaks_off_its_error_is_asked_again(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def break_off(handler: BaseHTTPRequestHandler) -> None:
-        server.requests.append({})
-        handler.send_response(503)
-        handler.send_header("Transfer-Encoding", "chunked")
-        handler.end_headers()
-        handler.wfile.write(b"50\r\nlat")
-
-    monkeypatch.setattr(server.server.RequestHandlerClass, "do_POST", break_off)
-    with pytest.raises(OutsideError, match="status 503"):
+    with pytest.raises(OutsideError, match=error):
         RewardServer(server.url, 5).compute_all(CASES)
     assert len(server.requests) == 4
 
