@@ -28,13 +28,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from deskside.config.sections import DEFAULT_BUCKET_MIB
 from deskside.kernels.functional import at_least_float32
 from deskside.optim.groups import ParameterInfo
 from deskside.optim.side_stream import WAITING, SideStream
 from deskside.train.loop.gradient_hooks import call_after_gradient
 from deskside.train.parallel import World
 
-BUCKET_BYTES = 2**24  # float32 bytes from which a gradient is summed separately, and a shared bucket is full
+# Float32 bytes from which a gradient is summed separately, and a shared bucket is full. By default, each is a transfer.
+BUCKET_BYTES = round(2**20 * DEFAULT_BUCKET_MIB)
 # Buckets that may wait for their sum before the backward waits for the oldest; WAITING if the sums are converted.
 IN_FLIGHT = 8
 ALIGNMENT = 64  # elements, so that kernels read the gradients in a bucket at aligned addresses
@@ -84,20 +86,20 @@ def _sublayer(name: str) -> str:
     return ".".join(name.split(".")[:3])
 
 
-def make_batches(buckets: Sequence[Bucket], limit: float) -> list[list[Bucket]]:
+def make_transfers(buckets: Sequence[Bucket], limit: float) -> list[list[Bucket]]:
     """Return consecutive buckets that are sent together: until they have `limit` float32 bytes.
 
     The last bucket is sent alone, because nothing hides the time of its sum, and so are matrices that one rank updates.
     """
-    batches: list[list[Bucket]] = []
+    transfers: list[list[Bucket]] = []
     is_full = True
     for bucket in buckets:
         if is_full or bucket.owner is not None or bucket is buckets[-1]:
-            batches.append([])
-        batches[-1].append(bucket)
-        size = 4 * sum(parameter.numel() for each in batches[-1] for parameter in each.parameters)
+            transfers.append([])
+        transfers[-1].append(bucket)
+        size = 4 * sum(parameter.numel() for each in transfers[-1] for parameter in each.parameters)
         is_full = bucket.owner is not None or size >= limit
-    return batches
+    return transfers
 
 
 class GradientBuckets:
@@ -106,7 +108,7 @@ class GradientBuckets:
     Args:
         owners: Ranks by the name of the matrix that they update.
         dtype: `parallel.gradient_dtype`.
-        batch_bytes: Float32 bytes of gradients that are sent together, if they are summed in place
+        transfer_bytes: Float32 bytes of gradients that are sent together, if they are summed in place
             (`parallel.bucket_mib`).
     """
 
@@ -116,22 +118,22 @@ class GradientBuckets:
         world: World,
         owners: Mapping[str, int],
         dtype: torch.dtype,
-        batch_bytes: float = 0.0,
+        transfer_bytes: float = 0.0,
     ):
         self.world, self.dtype = world, dtype
         self.buckets: list[Bucket] = []
-        self._batches: list[list[Bucket]] = []
+        self._transfers: list[list[Bucket]] = []
         # If sums are not gradients, each needs memory beside its gradient until it is converted.
         in_place = dtype == torch.float32 and all(i.parameter.dtype == dtype for i in infos)
         self._in_place = in_place
         self._side = SideStream(world.device, IN_FLIGHT if in_place else WAITING)
         self._rehearsed: deque[list[Tensor]] = deque(maxlen=0 if in_place else WAITING)
         self._overlap = self._armed = False
-        self._next = 0  # the first batch that this backward has not sent, or rehearsed
+        self._next = 0  # the first transfer that this backward has not sent, or rehearsed
         if world.size == 1 or world.sharded:
             return
         self.buckets = make_buckets(infos, owners)
-        self._batches = make_batches(self.buckets, batch_bytes if in_place else 0.0)
+        self._transfers = make_transfers(self.buckets, transfer_bytes if in_place else 0.0)
         for number, bucket in enumerate(self.buckets):
             for parameter in bucket.parameters:
                 call_after_gradient(parameter, self._complete, number)
@@ -167,27 +169,27 @@ class GradientBuckets:
         """Send the buckets that are left, and let the device wait for all sums."""
         self._armed = False
         self._rehearsed.clear()
-        for batch in self._batches[self._next if self._overlap else 0 :]:
-            self._send(batch)
+        for transfer in self._transfers[self._next if self._overlap else 0 :]:
+            self._send(transfer)
         self._side.join()
 
     def _complete(self, number: int, parameter: nn.Parameter) -> None:
         if not self._armed:
             return
         self.buckets[number].missing -= 1
-        while self._next < len(self._batches) and not any(b.missing for b in self._batches[self._next]):
-            batch = self._batches[self._next]
+        while self._next < len(self._transfers) and not any(b.missing for b in self._transfers[self._next]):
+            transfer = self._transfers[self._next]
             if self._overlap:
-                self._send(batch)
+                self._send(transfer)
             else:
-                self._rehearsed += [self._buffers(bucket.gradients())[0] for bucket in batch]
+                self._rehearsed += [self._buffers(bucket.gradients())[0] for bucket in transfer]
             self._next += 1
 
     @torch.no_grad()
-    def _send(self, batch: Sequence[Bucket]) -> None:
+    def _send(self, transfer: Sequence[Bucket]) -> None:
         sums: list[list[Tensor]] = []
         converted = []
-        for bucket in batch:
+        for bucket in transfer:
             gradients = bucket.gradients()
             buffers, parts = self._buffers(gradients)
             sums.append(buffers)
@@ -203,8 +205,8 @@ class GradientBuckets:
             if self.dtype == torch.bfloat16:
                 for buffers in sums:
                     sum_bfloat16(*buffers)
-            elif batch[0].owner is not None:
-                dist.reduce(sums[0][0], dst=batch[0].owner)
+            elif transfer[0].owner is not None:
+                dist.reduce(sums[0][0], dst=transfer[0].owner)
             else:
                 # One collective for all. As in Megatron-LM: torch has no public name for it.
                 with dist._coalescing_manager() if len(sums) > 1 else contextlib.nullcontext():

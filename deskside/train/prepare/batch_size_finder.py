@@ -5,8 +5,7 @@ several passes, the dry step has two, because the gradients of the first are in 
 be replayed as CUDA graphs, the memory that a captured pass keeps is reserved during the update and an evaluation's
 forward. The dry step also compiles the model and gives the first estimate of the step time. If it runs out of memory, a
 divisor of the rows that is at most half as large is tried with more gradient accumulation, so the effective batch size
-never changes. The result is recorded in plan.json. A resumed run
-uses it again, if it fits the number of processes.
+never changes. The result is recorded in plan.json. A resumed run uses it again, if it fits the number of processes.
 """
 
 import contextlib

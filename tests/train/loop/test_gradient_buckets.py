@@ -17,7 +17,7 @@ from deskside.model.transformer import Transformer
 from deskside.optim.groups import classify_parameters
 from deskside.train import parallel
 from deskside.train.loop import gradient_buckets
-from deskside.train.loop.gradient_buckets import Bucket, GradientBuckets, make_batches, make_buckets
+from deskside.train.loop.gradient_buckets import Bucket, GradientBuckets, make_buckets, make_transfers
 from deskside.train.loop.gradient_sums import GradientSums
 from tests.train import tiny_run
 
@@ -84,7 +84,7 @@ def summed(folder: Path, case: dict[str, Any]) -> None:
     matrices = [info.name for info in infos if info.role == "matrix"] if case.get("owned") else []
     owners = {name: index % world.size for index, name in enumerate(matrices)}
     sums = GradientSums(made)
-    buckets = GradientBuckets(infos, world, owners, wire, case.get("batch_bytes", 0.0))
+    buckets = GradientBuckets(infos, world, owners, wire, case.get("transfer_bytes", 0.0))
     forward: Any = torch.compile(Loss(made), backend="aot_eager") if compiled else Loss(made)
     results = []
     for overlap in (True, False):
@@ -116,8 +116,8 @@ TWO_RANKS: dict[str, dict[str, Any]] = {
     "compiled": {"compiled": True},
     "experts": {"model": EXPERTS, "owned": True},
     "tied": {"model": {"tie_word_embeddings": True}},
-    "together": {"batch_bytes": 4 * 20_000},
-    "together, owned": {"batch_bytes": 4 * 20_000, "owned": True},
+    "together": {"transfer_bytes": 4 * 20_000},
+    "together, owned": {"transfer_bytes": 4 * 20_000, "owned": True},
     "bfloat16 weights": {"weights": "bfloat16", "owned": True},
 }
 
@@ -200,22 +200,26 @@ def test_buckets_follow_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(len(b.parameters) == 1 for b in owned if b.owner is not None)
 
 
-def test_batches_are_full_but_for_the_last_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transfers_are_full_but_for_the_last_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 4 * 3000)
     infos = classify_parameters(model(num_hidden_layers=4))
 
-    def size(batch: Sequence[Bucket]) -> int:
-        return 4 * sum(parameter.numel() for bucket in batch for parameter in bucket.parameters)
+    def size(transfer: Sequence[Bucket]) -> int:
+        return 4 * sum(parameter.numel() for bucket in transfer for parameter in bucket.parameters)
 
     buckets = make_buckets(infos, {})
-    assert make_batches(buckets, 0.0) == [[bucket] for bucket in buckets]
+    assert make_transfers(buckets, 0.0) == [[bucket] for bucket in buckets]
     limit = 4 * 8000
-    batches = make_batches(buckets, limit)
-    assert [bucket for batch in batches for bucket in batch] == buckets and batches[-1] == buckets[-1:]
-    assert 3 < len(batches) < len(buckets)
-    assert all(size(batch) >= limit > size(batch[:-1]) for batch in batches[:-2])
-    owned = make_batches(make_buckets(infos, {i.name: 0 for i in infos if i.role == "matrix"}), limit)
-    assert all(len(batch) == 1 for batch in owned if any(bucket.owner is not None for bucket in batch))
+    transfers = make_transfers(buckets, limit)
+    assert [bucket for transfer in transfers for bucket in transfer] == buckets and transfers[-1] == buckets[
+        -1:
+    ]
+    assert 3 < len(transfers) < len(buckets)
+    assert all(size(transfer) >= limit > size(transfer[:-1]) for transfer in transfers[:-2])
+    owned = make_transfers(make_buckets(infos, {i.name: 0 for i in infos if i.role == "matrix"}), limit)
+    assert all(
+        len(transfer) == 1 for transfer in owned if any(bucket.owner is not None for bucket in transfer)
+    )
 
 
 def lacking(folder: Path) -> None:
