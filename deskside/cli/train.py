@@ -271,16 +271,25 @@ def _upcycled_layers(
 ) -> list[dict[str, Any]]:
     """Return the layers of a mixture of experts that starts as the dense model `initial`.
 
-    layers: of the preset or depth; [] takes the shape of the dense model. Unless it is set, the width of an expert is
-    that of the dense MLP.
+    layers: of the preset or depth; [] takes the shape of the dense model. Unless they are set, the width of an expert
+    is that of the dense MLP, and the weight of the load-balancing loss is larger than for random weights.
     """
+    from deskside.weights.upcycle import ROUTER_AUX_LOSS_COEF
+
     if initial is None:
         raise UsageError("--upcycle: upcycle which dense model? add --init MODEL")
     dense = initial.config
     shape = [] if layers else merge.resolved_layers("model", dense.model_dump(mode="json"))
     merged, _ = merge.merge([*shape, *layers, given])
     if merged.get("model", {}).get("num_experts"):  # else the message should be about their number
-        shape.append({"model": {"moe_intermediate_size": dense.intermediate_size}})
+        shape.append(
+            {
+                "model": {
+                    "moe_intermediate_size": dense.intermediate_size,
+                    "router_aux_loss_coef": ROUTER_AUX_LOSS_COEF,
+                }
+            }
+        )
     return [*shape, *layers]
 
 

@@ -40,7 +40,8 @@ def loads(*first_two: float) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("archive", "mixtures", "collapsed"),
     [
-        ("2026-11-29-upcycling/seed-1.tar.zst", 2, {"upcycled-1"}),
+        ("2026-11-29-upcycling/collapsed.tar.zst", 2, {"upcycled-1"}),
+        ("2026-11-29-upcycling/balanced.tar.zst", 5, set()),
         ("2026-11-29-languages/languages.tar.zst", 3, set()),
         ("2026-11-28-experts/expert-formats.tar.zst", 9, set()),
     ],
