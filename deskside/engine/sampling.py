@@ -16,7 +16,8 @@ Equal logits are ordered by token id, so top_k keeps exactly k.
 A token is sampled with the Gumbel-max trick (Maddison et al. 2014, arXiv 1411.0030) in its exponential form: each
 candidate gets an exponential random number divided by its probability, and the smallest wins. The random number is a
 function of the row's stream, its number of tokens and the candidate (counter_rng.py). So the result depends neither on
-the order of the candidates nor on the rest of the batch, and the vocabulary is sorted only if a filter needs it.
+the order of the candidates nor on the rest of the batch, up to rounding, and the vocabulary is sorted only if a filter
+needs it.
 
 The settings of each row are tensors, so the host need not read them during a step. It only needs to know how many
 candidates to sort (`ranking_width`).
@@ -45,6 +46,7 @@ MAX_SUBTRACTED = 2.0  # presence and frequency penalty, either sign; OpenAI's bo
 MAX_BIAS = 100.0  # either sign; OpenAI's bound, which excludes a token or makes it certain
 TOP_LOGPROBS = 20  # maximum number of most probable tokens with log-probabilities
 WIDTHS = (64, 256, 1024, 4096)  # ranking widths; few, because each has its own CUDA graph
+KERNEL_WIDTHS = (UNRANKED, WIDTHS[0])  # on a GPU, drawn by kernels/draw_triton.py
 FIXED_POINT_ONE = 2.0**52  # probability 1 in fixed point
 
 
@@ -285,6 +287,8 @@ def draw(
     if width == GREEDY_ONLY:
         token_B = greedy_tokens(adjusted_BV)
         sampled_B = torch.zeros_like(token_B, dtype=torch.float32) if logprobs else None
+    elif adjusted_BV.is_cuda and width in KERNEL_WIDTHS:
+        token_B, sampled_B = _draw_by_kernels(adjusted_BV, settings, width, count_B)
     else:
         log_p_BW, token_BW = candidates(adjusted_BV, settings, width)
         winner_B1 = gumbel_argmax(log_p_BW, settings.stream_B, count_B, counter_rng.DRAW, token_BW)[:, None]
@@ -298,6 +302,16 @@ def draw(
         return DrawnTokens(token_B, logprob_B, sampled_B)
     top_BK = ranked(logits_BV, top)
     return DrawnTokens(token_B, logprob_B, sampled_B, top_BK, raw_logprobs(logits_BV, settings, top_BK))
+
+
+def _draw_by_kernels(
+    logits_BV: Tensor, settings: SamplingTensors, width: int, count_B: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return `DrawnTokens.token_B` and `sampled_logprob_B`. width: one of KERNEL_WIDTHS."""
+    from deskside.kernels.draw_triton import draw_from_all, draw_from_ranked
+
+    arguments = (logits_BV, settings.floats, settings.integers, count_B, counter_rng.DRAW)
+    return draw_from_all(*arguments) if width == UNRANKED else draw_from_ranked(*arguments, width)
 
 
 def raw_logprobs(logits_BV: Tensor, settings: SamplingTensors, token_BK: Tensor) -> Tensor:

@@ -52,8 +52,11 @@ def _first_of_largest(  # type: ignore[no-untyped-def]
     tl.store(OUT + row, tl.where(finite, first, NOT_FINITE).to(tl.int64))
 
 
-def greedy_tokens(logits_BV: Tensor) -> Tensor:
-    """See `decode_step.greedy_tokens`. The last dimension must be contiguous."""
+def largest_of_pieces(logits_BV: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest logit of each piece of PIECE logits, +inf for NaN, and its first token: (B, pieces).
+
+    float32 and int32. The last dimension of the logits must be contiguous.
+    """
     (B, V), device = logits_BV.shape, logits_BV.device
     assert logits_BV.stride(1) == 1 or V == 1
     pieces = triton.cdiv(V, PIECE)
@@ -62,6 +65,14 @@ def greedy_tokens(logits_BV: Tensor) -> Tensor:
     _largest[(B, pieces)](
         logits_BV, largest, token, V, logits_BV.stride(0), PIECE, num_warps=4, **launch_options(device, B * pieces)
     )  # fmt: skip
+    return largest, token
+
+
+def greedy_tokens(logits_BV: Tensor) -> Tensor:
+    """See `decode_step.greedy_tokens`. The last dimension must be contiguous."""
+    (B, V), device = logits_BV.shape, logits_BV.device
+    largest, token = largest_of_pieces(logits_BV)
+    pieces = largest.shape[1]
     out_B = torch.empty(B, dtype=torch.int64, device=device)
     _first_of_largest[(B,)](
         largest, token, out_B, pieces, V, triton.next_power_of_2(pieces), num_warps=1, **launch_options(device, B)

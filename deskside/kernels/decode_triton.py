@@ -328,6 +328,22 @@ def _mix(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def exponential(stream, count, token, PURPOSE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return exponential random numbers, see `exponentials`. All arguments are int64."""
+    stream, count = stream.to(tl.uint64, bitcast=True), count.to(tl.uint64, bitcast=True)
+    purpose = tl.full((), PURPOSE, tl.uint64)
+    base = _mix(_mix(stream + purpose * GOLDEN) + count * GOLDEN)
+    bits = _mix(base + (token.to(tl.int64) + 1).to(tl.uint64, bitcast=True) * GOLDEN) >> 32
+    u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2^-32
+    u = tl.minimum(u, 1 - 5.960464477539063e-08)  # 1 - 2^-24
+    # -log1p(-u) by Kahan's method: the rounding error of 1 - u cancels in the quotient.
+    one_minus_u = 1.0 - u
+    rounded_u = 1.0 - one_minus_u
+    quotient = u / tl.where(rounded_u > 0, rounded_u, 1.0)
+    return tl.where(rounded_u > 0, -tl.log(one_minus_u) * quotient, u)
+
+
+@triton.jit
 def _exponentials(  # type: ignore[no-untyped-def]
     STREAM, COUNT, TOKEN, OUT, W, stream_step, count_step, token_row, token_column,
     PURPOSE: tl.constexpr, BLOCK: tl.constexpr,
@@ -336,23 +352,9 @@ def _exponentials(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < W
-    stream = tl.load(STREAM + row * stream_step).to(tl.uint64, bitcast=True)
-    count = tl.load(COUNT + row * count_step).to(tl.uint64, bitcast=True)
-    purpose = tl.full((), PURPOSE, tl.uint64)
-    base = _mix(_mix(stream + purpose * GOLDEN) + count * GOLDEN)
+    stream, count = tl.load(STREAM + row * stream_step), tl.load(COUNT + row * count_step)
     token = tl.load(TOKEN + row * token_row + columns * token_column, mask=mask, other=0)
-    bits = _mix(base + (token + 1).to(tl.uint64, bitcast=True) * GOLDEN) >> 32
-    u = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2^-32
-    u = tl.minimum(u, 1 - 5.960464477539063e-08)  # 1 - 2^-24
-    # -log1p(-u) by Kahan's method: the rounding error of 1 - u cancels in the quotient.
-    one_minus_u = 1.0 - u
-    rounded_u = 1.0 - one_minus_u
-    out = tl.where(
-        rounded_u > 0,
-        -tl.log(one_minus_u) * (u / tl.where(rounded_u > 0, rounded_u, 1.0)),
-        u,
-    )
-    tl.store(OUT + row * W + columns, out, mask=mask)
+    tl.store(OUT + row * W + columns, exponential(stream, count, token, PURPOSE), mask=mask)
 
 
 def exponentials(stream_B: Tensor, count_B: Tensor, purpose: int, token_BW: Tensor) -> Tensor:

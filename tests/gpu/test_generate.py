@@ -13,7 +13,7 @@ from deskside.engine.engine import TOKENS_PER_REPLAY, Draft, Engine
 from deskside.engine.fused import FusedBlocks
 from deskside.engine.generate import generate
 from deskside.engine.requests import Request
-from deskside.engine.sampling import GREEDY, Sampling
+from deskside.engine.sampling import GREEDY, UNRANKED, WIDTHS, Sampling, SamplingTensors, draw
 from deskside.kernels import decode, dependent_launch, few_tokens
 from deskside.kernels.attention import AttentionContext
 from deskside.kernels.attention.reference import decode_attention
@@ -65,6 +65,34 @@ def test_sampling_on_the_card_equals_the_uncached_loop(kind: str, graphs: bool) 
         assert answer.tokens == plain(model, list(request.prompt), NEW, sampling, row, seed=4)
     assert engine.free_tokens == free
     assert (engine._graphs is not None and len(engine._graphs._captured) > 0) == graphs
+
+
+def test_tokens_drawn_on_the_card_equal_the_cpu() -> None:
+    """All settings that have a kernel, with a vocabulary of several pieces. Differences are roundings."""
+    torch.manual_seed(0)
+    samplings = [Sampling(temperature=0)]
+    for top_p, min_p in ((None, None), (0.7, None), (None, 0.05), (0.9, 0.02)):
+        samplings += [
+            Sampling(temperature=t, top_k=k, top_p=top_p, min_p=min_p) for t in (0.6, 1.3) for k in (5, 64)
+        ]
+    logits = (3 * torch.randn(len(samplings), 50_000)).bfloat16()
+    logits[3] = logits[3].round()
+    for width in (WIDTHS[0], UNRANKED):
+        if width == UNRANKED:
+            samplings = [replace(sampling, top_k=None, top_p=None) for sampling in samplings]
+        settings = SamplingTensors.of(samplings, range(len(samplings)), "cpu")
+        on_card = SamplingTensors(settings.floats.to(DEVICE), settings.integers.to(DEVICE))
+        different = 0
+        for step in range(50):
+            count = torch.full((len(samplings),), step)
+            truth = draw(logits, settings, width, count)
+            ours = draw(logits.to(DEVICE), on_card, width, count.to(DEVICE))
+            assert ours.sampled_logprob_B is not None and truth.sampled_logprob_B is not None
+            same = ours.token_B.cpu() == truth.token_B
+            different += int((~same).sum())
+            logprobs = ours.sampled_logprob_B.cpu()[same], truth.sampled_logprob_B[same]
+            torch.testing.assert_close(*logprobs, rtol=1e-4, atol=1e-4)
+        assert different <= 3
 
 
 @pytest.mark.parametrize("kind", ["greedy", "top-k", "penalty"])

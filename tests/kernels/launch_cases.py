@@ -12,12 +12,15 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from deskside.engine import counter_rng
+from deskside.engine.sampling import WIDTHS
 from deskside.kernels import (
     adamw_triton,
     cross_entropy_triton,
     decode_new_triton,
     decode_step_triton,
     decode_triton,
+    draw_triton,
     dropout_triton,
     few_tokens_triton,
     muon,
@@ -461,6 +464,15 @@ def _few_tokens() -> Iterator[CompileCase]:
     for number, name in enumerate(("largest logit", "first of the largest logits")):
         yield recorded(name, CAPABILITIES, decode_step_triton.greedy_tokens, logits, number=number)
         yield _started_early(name, decode_step_triton.greedy_tokens, logits, number=number)
+    settings = (_float(16, 6), _new(16, 2, dtype=torch.int64), row, counter_rng.DRAW)
+    for number, name in enumerate(("most probable tokens", "draw from ranked tokens")):
+        launch = draw_triton.draw_from_ranked
+        yield recorded(name, CAPABILITIES, launch, logits, *settings, WIDTHS[0], number=number)
+        yield _started_early(name, launch, logits, *settings, WIDTHS[0], number=number)
+    for number, name in ((1, "draw from a piece"), (2, "best draw")):
+        launch = draw_triton.draw_from_all
+        yield recorded(name, CAPABILITIES, launch, logits, *settings, number=number)
+        yield _started_early(name, launch, logits, *settings, number=number)
     yield recorded("state of rows", CAPABILITIES, decode_step_triton.write_state, state, row, row, row, row)
     yield _started_early("state of rows", decode_step_triton.write_state, state, row, row, row, row)
 

@@ -18,6 +18,7 @@ from deskside.kernels import (
     decode_new_triton,
     decode_step_triton,
     decode_triton,
+    draw_triton,
     dropout_triton,
     few_tokens_triton,
     muon_triton,
@@ -63,6 +64,8 @@ HARDEST = {
     "gated product of 1 tokens, 768 to 2048, bfloat16, early start",
     "decode attention from new 12 x 3 x 64, 1 tokens, window None, bfloat16, early start",
     "decode attention from new 32 x 8 x 128, 1 tokens, window None, bfloat16",
+    "most probable tokens",
+    "draw from ranked tokens",
     "exponentials of 64",
     "exponentials of 151936",
     *(
@@ -173,7 +176,7 @@ def test_every_kernel_has_a_case() -> None:
     launched |= kernels_of(newton_schulz_triton)
     launched |= kernels_of(stored_weights_triton) | kernels_of(decode_triton)
     launched |= kernels_of(few_tokens_triton) | kernels_of(decode_step_triton)
-    launched |= kernels_of(decode_new_triton)
+    launched |= kernels_of(decode_new_triton) | kernels_of(draw_triton)
     launched |= kernels_of(prefill_triton) | kernels_of(dropout_triton)
     launched |= kernels_of(triton_routing) | kernels_of(triton_rows) | kernels_of(triton_grouped)
     launched |= kernels_of(triton_fp8)

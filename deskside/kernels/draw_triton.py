@@ -1,0 +1,232 @@
+"""Triton kernels that sample the next token, which takes about forty kernels in torch (`engine/sampling.draw`).
+
+Two cases have kernels. With a `top_k` of at most `width`, `_most_probable` sorts the pieces of a row and keeps the best
+of each, and `_draw_from_ranked` merges them, applies the filters and draws:
+
+    logits of a row     |-- piece 0 --|-- piece 1 --|-- piece 2 --|
+    _most_probable        width keys    width keys    width keys        key: the logit above its token, as one integer
+    _draw_from_ranked     width keys of the row, in descending order; top_k, top_p, min_p; the token
+
+Without top_k and top_p, no order is needed: `_draw_from_piece` draws from each piece, given the largest logit of the
+row, and `_best_draw` takes the best of the pieces.
+
+A row whose temperature is 0 keeps its first token only. All random numbers and their meaning are those of
+engine/counter_rng.py.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from deskside.kernels import decode_step, decode_step_triton
+from deskside.kernels.decode_triton import exponential
+from deskside.kernels.dependent_launch import launch_options
+
+PIECE = 4096  # logits per program
+NOT_FINITE = tl.constexpr(decode_step.NOT_FINITE)
+NO_KEY, NO_SHORT_KEY = tl.constexpr(-(2**63)), tl.constexpr(-(2**31))  # below those of all logits
+FIXED_POINT_ONE = tl.constexpr(2.0**52)  # probability 1 in fixed point
+
+
+@triton.jit
+def _rising(bits, MAGNITUDE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Map sign-extended bits of floats to integers of the same order, and back. MAGNITUDE: all bits but the sign."""
+    return bits ^ ((bits >> 31) & MAGNITUDE)
+
+
+@triton.jit
+def _key(x, token, V):  # type: ignore[no-untyped-def]
+    """Return float32 logits above their tokens as int64: the larger key is more probable, see `sampling.ranked`."""
+    rising = _rising(x.to(tl.int32, bitcast=True), 0x7FFFFFFF)
+    return (rising.to(tl.int64) << 32) | (V - 1 - token).to(tl.int64)
+
+
+@triton.jit
+def _most_probable(  # type: ignore[no-untyped-def]
+    LOGITS, KEYS, V, row_stride, PIECE: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr
+):
+    """KEYS: (B, pieces, WIDTH) int64, of `_key`, or NO_KEY; those of a piece in descending order. NaN counts as +inf.
+
+    Logits of 16 bits are sorted as 32-bit integers, in half the time.
+    """
+    TYPE: tl.constexpr = LOGITS.dtype.element_ty
+    row, piece = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    place = tl.arange(0, PIECE)
+    token = piece * PIECE + place
+    x = tl.load(LOGITS + row * row_stride + token, token < V, 0.0).to(tl.float32)
+    x = tl.where(x == x, x, float("inf")) + 0.0  # -0.0 becomes 0.0
+    if TYPE.primitive_bitwidth == 16:
+        rising = _rising(x.to(TYPE).to(tl.int16, bitcast=True).to(tl.int32), 0x7FFF)
+        short = tl.topk(tl.where(token < V, (rising << 16) | (PIECE - 1 - place), NO_SHORT_KEY), WIDTH)
+        x = _rising(short >> 16, 0x7FFF).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
+        token = piece * PIECE + PIECE - 1 - (short & 0xFFFF)
+        best = tl.where(short == NO_SHORT_KEY, NO_KEY, _key(x, token, V))
+    else:
+        best = tl.topk(tl.where(token < V, _key(x, token, V), NO_KEY), WIDTH)
+    tl.store(KEYS + (row * tl.num_programs(1) + piece) * WIDTH + tl.arange(0, WIDTH), best)
+
+
+@triton.jit
+def _draw_from_ranked(  # type: ignore[no-untyped-def]
+    KEYS, FLOATS, INTEGERS, COUNT, TOKEN, LOGPROB, keys, V, floats_stride, integers_stride, count_stride,
+    PURPOSE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """KEYS: (B, keys). FLOATS, INTEGERS: of `sampling.SamplingTensors`. TOKEN: (B,) int64. LOGPROB: (B,) float32."""
+    row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    place = tl.arange(0, BLOCK)
+    key = tl.topk(tl.load(KEYS + row * keys + place, place < keys, NO_KEY), WIDTH)
+    token = V - 1 - (key & 0xFFFFFFFF)
+    x = _rising((key >> 32).to(tl.int32), 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    x = tl.where(key == NO_KEY, float("-inf"), x)
+    temperature = tl.load(FLOATS + row * floats_stride)
+    top_p = tl.load(FLOATS + row * floats_stride + 1).to(tl.float64)
+    min_p = tl.load(FLOATS + row * floats_stride + 2)
+    top_k = tl.where(temperature > 0, tl.load(INTEGERS + row * integers_stride), 1)
+    largest = tl.max(x, axis=0)
+    scaled = (x - largest) / tl.where(temperature > 0, temperature, 1.0)
+    rank = tl.arange(0, WIDTH)
+    keep = rank < top_k
+    p = tl.exp(tl.where(keep, scaled, float("-inf")).to(tl.float64))
+    share = (p / tl.sum(p, axis=0) * FIXED_POINT_ONE).to(tl.int64)
+    keep = keep & ((tl.cumsum(share, axis=0) - share).to(tl.float64) < top_p * FIXED_POINT_ONE)
+    keep = (rank == 0) | (keep & (scaled >= tl.log(min_p)))
+    kept = tl.where(keep, scaled, float("-inf"))
+    stream = tl.load(INTEGERS + row * integers_stride + 1)
+    score = kept - tl.log(exponential(stream, tl.load(COUNT + row * count_stride), token, PURPOSE))
+    winner = tl.min(tl.where(score == tl.max(score, axis=0), rank, WIDTH), axis=0)
+    finite = tl.abs(largest) < float("inf")
+    tl.store(TOKEN + row, tl.where(finite, tl.sum(tl.where(rank == winner, token, 0), axis=0), NOT_FINITE))
+    logprob = tl.sum(tl.where(rank == winner, kept, 0.0), axis=0) - tl.log(tl.sum(tl.exp(kept), axis=0))
+    tl.store(LOGPROB + row, tl.where(finite, logprob, float("nan")))
+
+
+@triton.jit
+def _draw_from_piece(  # type: ignore[no-untyped-def]
+    LOGITS, LARGEST, FIRST, FLOATS, INTEGERS, COUNT, SCORE, TOKEN, SCALED, SUM, V,
+    row_stride, floats_stride, integers_stride, count_stride,
+    PURPOSE: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """LARGEST, FIRST: of `decode_step_triton.largest_of_pieces`. SCORE, SCALED, SUM: (B, pieces) float32; TOKEN: int32.
+
+    SUM: of the exponentials of the scaled logits that are kept. TOKEN: that of the largest SCORE, and SCALED its logit.
+    """
+    row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    other = tl.arange(0, BLOCK)
+    maxima = tl.load(LARGEST + row * pieces + other, other < pieces, float("-inf"))
+    largest = tl.max(maxima, axis=0)
+    firsts = tl.load(FIRST + row * pieces + other, other < pieces, V)
+    first = tl.min(tl.where(maxima == largest, firsts, V), axis=0)
+    temperature = tl.load(FLOATS + row * floats_stride)
+    # No logit but the first reaches twice the largest probability.
+    min_p = tl.where(temperature > 0, tl.load(FLOATS + row * floats_stride + 2), 2.0)
+    token = piece * PIECE + tl.arange(0, PIECE)
+    x = tl.load(LOGITS + row * row_stride + token, token < V, float("-inf")).to(tl.float32)
+    scaled = (x - largest) / tl.where(temperature > 0, temperature, 1.0)
+    keep = (token == first) | (scaled >= tl.log(min_p))
+    kept = tl.where(keep, scaled, float("-inf"))
+    stream = tl.load(INTEGERS + row * integers_stride + 1)
+    score = kept - tl.log(exponential(stream, tl.load(COUNT + row * count_stride), token, PURPOSE))
+    best = tl.max(score, axis=0)
+    winner = tl.min(tl.where(score == best, token, V), axis=0)
+    place = row * pieces + piece
+    tl.store(SCORE + place, best)
+    tl.store(TOKEN + place, winner)
+    tl.store(SCALED + place, tl.sum(tl.where(token == winner, kept, 0.0), axis=0))
+    tl.store(SUM + place, tl.sum(tl.exp(kept), axis=0))
+
+
+@triton.jit
+def _best_draw(  # type: ignore[no-untyped-def]
+    LARGEST,
+    SCORE,
+    TOKEN_OF_PIECE,
+    SCALED,
+    SUM,
+    TOKEN,
+    LOGPROB,
+    pieces,
+    V,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """TOKEN: (B,) int64. LOGPROB: (B,) float32."""
+    row = tl.program_id(0).to(tl.int64)
+    if PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    piece = tl.arange(0, BLOCK)
+    place, mask = row * pieces + piece, piece < pieces
+    score = tl.load(SCORE + place, mask, float("-inf"))
+    token = tl.load(TOKEN_OF_PIECE + place, mask, V)
+    winner = tl.min(tl.where(score == tl.max(score, axis=0), token, V), axis=0)
+    scaled = tl.sum(tl.where(token == winner, tl.load(SCALED + place, mask, 0.0), 0.0), axis=0)
+    logprob = scaled - tl.log(tl.sum(tl.load(SUM + place, mask, 0.0), axis=0))
+    finite = tl.abs(tl.max(tl.load(LARGEST + place, mask, float("-inf")), axis=0)) < float("inf")
+    tl.store(TOKEN + row, tl.where(finite, winner, NOT_FINITE).to(tl.int64))
+    tl.store(LOGPROB + row, tl.where(finite, logprob, float("nan")))
+
+
+def draw_from_ranked(
+    logits_BV: Tensor, floats_B6: Tensor, integers_B2: Tensor, count_B: Tensor, purpose: int, width: int
+) -> tuple[Tensor, Tensor]:
+    """Sample rows that keep at most `width` tokens, a power of two: the tokens, and `DrawnTokens.sampled_logprob_B`.
+
+    floats_B6, integers_B2: of `sampling.SamplingTensors`. The last dimension of the logits must be contiguous.
+    """
+    (B, V), device = logits_BV.shape, logits_BV.device
+    assert logits_BV.stride(1) == 1 or V == 1
+    piece = max(width, min(PIECE, triton.next_power_of_2(V)))
+    pieces = triton.cdiv(V, piece)
+    keys = torch.empty(B, pieces, width, dtype=torch.int64, device=device)
+    _most_probable[(B, pieces)](
+        logits_BV, keys, V, logits_BV.stride(0), piece, width, num_warps=8, **launch_options(device, B * pieces)
+    )  # fmt: skip
+    token_B, logprob_B = _outputs(B, device)
+    block = triton.next_power_of_2(pieces * width)
+    _draw_from_ranked[(B,)](
+        keys, floats_B6, integers_B2, count_B, token_B, logprob_B, pieces * width, V,
+        floats_B6.stride(0), integers_B2.stride(0), count_B.stride(0),
+        purpose, block, width, num_warps=min(16, max(1, block // 128)), **launch_options(device, B),
+    )  # fmt: skip
+    return token_B, logprob_B
+
+
+def draw_from_all(
+    logits_BV: Tensor, floats_B6: Tensor, integers_B2: Tensor, count_B: Tensor, purpose: int
+) -> tuple[Tensor, Tensor]:
+    """Sample rows without top_k and top_p; arguments and results as `draw_from_ranked`."""
+    (B, V), device = logits_BV.shape, logits_BV.device
+    largest, first = decode_step_triton.largest_of_pieces(logits_BV)
+    pieces = largest.shape[1]
+    block = triton.next_power_of_2(pieces)
+    score, scaled, total = (torch.empty_like(largest) for _ in range(3))
+    token_of_piece = torch.empty_like(first)
+    _draw_from_piece[(B, pieces)](
+        logits_BV, largest, first, floats_B6, integers_B2, count_B, score, token_of_piece, scaled, total, V,
+        logits_BV.stride(0), floats_B6.stride(0), integers_B2.stride(0), count_B.stride(0),
+        purpose, decode_step_triton.PIECE, block, num_warps=8, **launch_options(device, B * pieces),
+    )  # fmt: skip
+    token_B, logprob_B = _outputs(B, device)
+    _best_draw[(B,)](
+        largest, score, token_of_piece, scaled, total, token_B, logprob_B, pieces, V, block,
+        num_warps=1, **launch_options(device, B),
+    )  # fmt: skip
+    return token_B, logprob_B
+
+
+def _outputs(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    return (
+        torch.empty(rows, dtype=torch.int64, device=device),
+        torch.empty(rows, dtype=torch.float32, device=device),
+    )
