@@ -1,11 +1,11 @@
 """Run all measurements behind the documents, a list of commands, on the GPUs of this machine.
 
     python -m benchmarks.release --data data/english --sets DATA --out OUT [--only 'step*' parity ...] [--list]
-        [--minutes 28] [--gpus 0,1] [--file benchmarks/release.toml]
+        [--minutes 28] [--gpus 0,1] [--file benchmarks/release.toml ...]
 
 release.toml lists the jobs: the command, the number of GPUs, the jobs that must succeed first, and the document that
-contains the results. Jobs start in the order of the file. Each has its GPUs to itself, because most of them measure
-speed. A job that waits for more GPUs than are free also blocks the later ones, so that it is not starved.
+contains the results. Jobs start in the order of --only, else of the files. Each has its GPUs to itself, because most of
+them measure speed. A job that waits for more GPUs than are free also blocks the later ones, so that it is not starved.
 
 OUT receives a folder and a log for each job, and state.json. Repeating the command skips jobs that succeeded; a job
 that failed or was cut off starts again. --minutes is a hard limit: running jobs are then interrupted and may save their
@@ -64,17 +64,19 @@ class Running:
     kill_at: float | None = None
 
 
-def read(path: Path) -> list[Job]:
-    """Return the jobs of a file.
+def read(*paths: Path) -> list[Job]:
+    """Return the jobs of these files.
 
     Raises UsageError for unknown keys, duplicate names, and a name in `after` that is not above.
     """
-    try:
-        rows = tomllib.loads(path.read_text())["job"]
-    except (OSError, tomllib.TOMLDecodeError, KeyError) as error:
-        raise UsageError(f"{path}: cannot be read as a list of jobs: {error}") from None
+    rows: list[tuple[Path, dict[str, Any]]] = []
+    for path in paths:
+        try:
+            rows += [(path, row) for row in tomllib.loads(path.read_text())["job"]]
+        except (OSError, tomllib.TOMLDecodeError, KeyError) as error:
+            raise UsageError(f"{path}: cannot be read as a list of jobs: {error}") from None
     jobs: list[Job] = []
-    for row in rows:
+    for path, row in rows:
         wrong = set(row) - KEYS
         if wrong or not {"name", "run"} <= set(row):
             raise UsageError(
@@ -93,20 +95,25 @@ def read(path: Path) -> list[Job]:
 
 
 def chosen(jobs: Sequence[Job], patterns: Sequence[str]) -> list[Job]:
-    """Return the jobs with these names (* and ? allowed) and their prerequisites.
+    """Return the jobs with these names (* and ? allowed) in this order, each after its prerequisites.
 
     Raises UsageError for an unknown name.
     """
-    names = set()
+    by_name = {job.name: job for job in jobs}
+    ordered: dict[str, Job] = {}
+
+    def add(job: Job) -> None:
+        for name in job.after:
+            add(by_name[name])
+        ordered.setdefault(job.name, job)
+
     for pattern in patterns or ("*",):
-        matching = [job.name for job in jobs if fnmatch.fnmatchcase(job.name, pattern)]
+        matching = [job for job in jobs if fnmatch.fnmatchcase(job.name, pattern)]
         if not matching:
             raise UsageError(f"--only {pattern}: there is no such job; --list shows them")
-        names.update(matching)
-    for job in reversed(jobs):
-        if job.name in names:
-            names.update(job.after)
-    return [job for job in jobs if job.name in names]
+        for job in matching:
+            add(job)
+    return list(ordered.values())
 
 
 class Release:
@@ -221,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--file", type=Path, default=FILE)
+    parser.add_argument("--file", type=Path, nargs="+", default=[FILE], help="lists of jobs")
     parser.add_argument("--data", default="data/english", help="the prepared corpus")
     parser.add_argument("--sets", default="data", help="folder with sft/, preference/, verifiable/, eval/")
     parser.add_argument("--out", type=Path, default=Path("release"))
@@ -233,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="list the jobs and exit")
     options = parser.parse_args(argv)
     try:
-        jobs = chosen(read(options.file), options.only)
+        jobs = chosen(read(*options.file), options.only)
         gpus = options.gpus.split(",") if options.gpus else [entry for _, entry in visible()]
         if options.list:
             for job in jobs:

@@ -44,6 +44,12 @@ def test_a_job_brings_those_that_must_succeed_first() -> None:
     assert names == ["parity-bf16", "sft", "dpo", "grpo"]
 
 
+def test_only_orders_the_jobs_of_several_files() -> None:
+    jobs = release.read(FILE, FILE.with_name("mixture.toml"))
+    names = [job.name for job in release.chosen(jobs, ["scratch-[23]", "dpo", "sft", "balance"])]
+    assert names == ["scratch-2", "scratch-3", "parity-bf16", "sft", "dpo", "balance"]
+
+
 def test_jobs_have_their_gpus_to_themselves(tmp_path: Path) -> None:
     log = tmp_path / "log"
     note = f"echo begin $CUDA_VISIBLE_DEVICES {{gpus}} >> {log}; sleep 0.4; echo end {{gpus}} >> {log}"
