@@ -1,7 +1,7 @@
 """Generation speed of deskside's engine and of transformers' generate, with the same weights, prompts and lengths.
 
     python -m benchmarks.decode [--preset 124m] [--batch 1,2,4,8,16,32,64] [--prompt 512] [--new 256]
-        [--peers dynamic,static,static-eager] [--peer-batch 1,16] [--temperature 0] [--top-k 50]
+        [--peers dynamic,static,static-eager] [--peer-batch 1,16] [--temperature 0] [--top-k 50] [--top-p 1]
         [--device auto] [--dtype bfloat16] [--runs 3] [--kernels] [--adapters 1,8 --rank 16]
         [--no-early-start] [--json FILE]
 
@@ -152,6 +152,7 @@ def peer_arm(model: Any, kind: str, work: Work) -> Callable[[Prompts], tuple[flo
     }
     if work.sampling.temperature > 0:
         options |= {"temperature": work.sampling.temperature, "top_k": work.sampling.top_k or 0}
+        options["top_p"] = work.sampling.top_p or 1.0
     if kind != "dynamic":
         options |= {"cache_implementation": "static", "disable_compile": kind == "static-eager"}
 
@@ -320,7 +321,8 @@ def _prepare(options: argparse.Namespace) -> tuple[Work, Transformer]:
             parameter.data = parameter.data.to(DTYPES[options.dtype])
     if options.quantize != "none":
         quantize_for_generation(model, options.quantize, device)
-    sampling = Sampling(options.temperature, options.top_k if options.temperature > 0 else None)
+    filters = (options.top_k or None, options.top_p if options.top_p < 1 else None)
+    sampling = Sampling(options.temperature, *(filters if options.temperature > 0 else ()))
     return Work(config.vocab_size, options.prompt, options.new, sampling, device), model
 
 
@@ -404,7 +406,8 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peer-batch", type=_numbers, default=[1, 16])
     parser.add_argument("--quantize", choices=("none", "int8", "fp8", "nf4"), default="none")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--top-k", type=int, default=50)
+    parser.add_argument("--top-k", type=int, default=50, help="0: no limit")
+    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default="bfloat16")
     parser.add_argument("--runs", type=int, default=3)

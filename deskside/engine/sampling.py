@@ -46,7 +46,7 @@ MAX_SUBTRACTED = 2.0  # presence and frequency penalty, either sign; OpenAI's bo
 MAX_BIAS = 100.0  # either sign; OpenAI's bound, which excludes a token or makes it certain
 TOP_LOGPROBS = 20  # maximum number of most probable tokens with log-probabilities
 WIDTHS = (64, 256, 1024, 4096)  # ranking widths; few, because each has its own CUDA graph
-KERNEL_WIDTHS = (UNRANKED, WIDTHS[0])  # on a GPU, drawn by kernels/draw_triton.py
+SORTED_BY_KERNEL = 64  # largest width for which kernels/draw_triton.py sorts; a search is faster for more
 FIXED_POINT_ONE = 2.0**52  # probability 1 in fixed point
 
 
@@ -287,7 +287,7 @@ def draw(
     if width == GREEDY_ONLY:
         token_B = greedy_tokens(adjusted_BV)
         sampled_B = torch.zeros_like(token_B, dtype=torch.float32) if logprobs else None
-    elif adjusted_BV.is_cuda and width in KERNEL_WIDTHS:
+    elif adjusted_BV.is_cuda:
         token_B, sampled_B = _draw_by_kernels(adjusted_BV, settings, width, count_B)
     else:
         log_p_BW, token_BW = candidates(adjusted_BV, settings, width)
@@ -307,11 +307,15 @@ def draw(
 def _draw_by_kernels(
     logits_BV: Tensor, settings: SamplingTensors, width: int, count_B: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return `DrawnTokens.token_B` and `sampled_logprob_B`. width: one of KERNEL_WIDTHS."""
-    from deskside.kernels.draw_triton import draw_from_all, draw_from_ranked
+    """Return `DrawnTokens.token_B` and `sampled_logprob_B`. width: not GREEDY_ONLY."""
+    from deskside.kernels.draw_triton import draw_above_threshold, draw_from_all, draw_from_ranked
 
     arguments = (logits_BV, settings.floats, settings.integers, count_B, counter_rng.DRAW)
-    return draw_from_all(*arguments) if width == UNRANKED else draw_from_ranked(*arguments, width)
+    if width == UNRANKED:
+        return draw_from_all(*arguments)
+    if 0 < width <= SORTED_BY_KERNEL:
+        return draw_from_ranked(*arguments, width)
+    return draw_above_threshold(*arguments)
 
 
 def raw_logprobs(logits_BV: Tensor, settings: SamplingTensors, token_BK: Tensor) -> Tensor:

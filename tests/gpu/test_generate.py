@@ -13,7 +13,7 @@ from deskside.engine.engine import TOKENS_PER_REPLAY, Draft, Engine
 from deskside.engine.fused import FusedBlocks
 from deskside.engine.generate import generate
 from deskside.engine.requests import Request
-from deskside.engine.sampling import GREEDY, UNRANKED, WIDTHS, Sampling, SamplingTensors, draw
+from deskside.engine.sampling import ALL, GREEDY, UNRANKED, WIDTHS, Sampling, SamplingTensors, draw
 from deskside.kernels import decode, dependent_launch, few_tokens
 from deskside.kernels.attention import AttentionContext
 from deskside.kernels.attention.reference import decode_attention
@@ -77,7 +77,7 @@ def test_tokens_drawn_on_the_card_equal_the_cpu() -> None:
         ]
     logits = (3 * torch.randn(len(samplings), 50_000)).bfloat16()
     logits[3] = logits[3].round()
-    for width in (WIDTHS[0], UNRANKED):
+    for width in (WIDTHS[0], ALL, UNRANKED):
         if width == UNRANKED:
             samplings = [replace(sampling, top_k=None, top_p=None) for sampling in samplings]
         settings = SamplingTensors.of(samplings, range(len(samplings)), "cpu")
