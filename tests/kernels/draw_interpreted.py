@@ -26,8 +26,8 @@ def draws() -> dict[str, float]:
     torch.manual_seed(0)
     found = {}
     for V, dtype in ((12, torch.float32), (20, torch.float16), (40, torch.bfloat16)):
-        logits = (3 * torch.randn(len(SAMPLINGS), V + 3)).to(dtype)[:, :V]
-        logits[[1, 3]] = logits[[1, 3]].round()  # many equal logits
+        logits = (1.5 * torch.randn(len(SAMPLINGS), V + 3)).to(dtype)[:, :V]
+        logits[[1, 3]] = torch.randint(3, (2, V)).to(dtype)  # many equal logits
         logits[2, 3:] = float("-inf")  # fewer than top_k
         logits[6, 1], logits[7, V - 1] = float("nan"), float("inf")
         streams = [counter_rng.stream_of(1, sample) for sample in range(len(SAMPLINGS))]
