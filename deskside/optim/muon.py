@@ -156,16 +156,22 @@ class Muon:
         if skip is None:
             skip = torch.zeros((), device=local(self.parameters[0].parameter).device)
         mine = [info for info in infos if self.owns(info.name)]
-        for group in [[info] for info in mine] if self.separate else [mine]:
-            directions: dict[str, Tensor] = {}
-            if self.streamer is not None:
-                directions = self._streamed_directions(group, self.streamer, skip)
-            updated = {info.name for info in group}
-            for stack in self._stacks:
-                if stack.slices[0].info.name in updated:
-                    self._update_stack(stack, directions, skip)
-        if self.owners:
-            self.new_weights.send(infos, self.owners)
+        try:
+            for group in [[info] for info in mine] if self.separate else [mine]:
+                self._update(group, skip)
+        finally:  # a rank that runs out of memory in a dry step must not leave the others waiting
+            if self.owners:
+                self.new_weights.send(infos, self.owners)
+
+    def _update(self, infos: list[ParameterInfo], skip: Tensor) -> None:
+        """Update matrices that this process owns."""
+        directions: dict[str, Tensor] = {}
+        if self.streamer is not None:
+            directions = self._streamed_directions(infos, self.streamer, skip)
+        updated = {info.name for info in infos}
+        for stack in self._stacks:
+            if stack.slices[0].info.name in updated:
+                self._update_stack(stack, directions, skip)
 
     def _streamed_directions(
         self, infos: list[ParameterInfo], streamer: Streamer, skip: Tensor

@@ -256,12 +256,38 @@ class Stepper:
     def run(self, micro_batches: Sequence[Batch], step: int, dry: bool = False) -> StepMetrics:
         """Run step number `step` (from 1). A dry step computes everything but changes no weight.
 
-        If one process runs out of memory in the passes of a dry step, all of them raise torch.OutOfMemoryError. With a
-        sharded model or shared rows, that process raises RunError, because the others already wait for it.
+        If one process runs out of memory in a dry step, all of them raise an error, see `fits_on_all`.
         """
-        self.begin_step(step, len(micro_batches), dry)
-        sums = self.forward_backward_dry(micro_batches) if dry else self.forward_backward(micro_batches)
-        return self.update(sums, step, micro_batches[0].num_valid_step, dry)
+        num_valid = micro_batches[0].num_valid_step
+        if not dry:
+            self.begin_step(step, len(micro_batches))
+            return self.update(self.forward_backward(micro_batches), step, num_valid)
+        with self.fits_on_all():
+            self.begin_step(step, len(micro_batches), dry)
+            sums = self.forward_backward_dry(micro_batches)
+        with self.fits_on_all():
+            return self.update(sums, step, num_valid, dry)
+
+    @contextlib.contextmanager
+    def fits_on_all(self) -> Iterator[None]:
+        """Context manager around a part of a dry step. If one process runs out of memory, all raise
+        torch.OutOfMemoryError at the end of the part.
+
+        With a sharded model or shared rows, that process raises RunError, because the others already wait for it.
+        """
+        failure: torch.OutOfMemoryError | None = None
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if self.world.waits_within_passes:
+                reason = str(error).split(".")[0]
+                raise RunError(
+                    f"out of memory with a sharded model or shared rows ({reason}); give a smaller "
+                    "--batch.micro_tokens, or --compute.activation_checkpointing block"
+                ) from None
+            failure = error
+        if not self.world.all_reduce_min(int(failure is None)):
+            raise failure or torch.OutOfMemoryError("another process is out of memory")
 
     def average_weights(self, step: int, progress: float) -> None:
         """Add the weights after step number `step` to their average, if due. progress: at the start of the step."""
@@ -378,23 +404,10 @@ class Stepper:
         return torch.zeros(size, device=self.world.device)
 
     def forward_backward_dry(self, micro_batches: Sequence[Batch]) -> Tensor:
-        """Run `forward_backward`. If it does not fit into memory on one rank, all ranks raise."""
-        failure: torch.OutOfMemoryError | None = None
-        sums = self._new_sums()
-        try:
-            sums = self.forward_backward(micro_batches)
-            if self.graphed is not None and self.graphed.is_reserved:
+        """Run `forward_backward`, and allocate what would later be needed beside its gradients."""
+        sums = self.forward_backward(micro_batches)
+        if self.graphed is not None:
+            if self.graphed.is_reserved:
                 self._evaluate_dry(micro_batches[0])
-            if self.graphed is not None:
-                self.buckets.rehearse()  # graphs keep the gradients that are copied into shared buckets
-        except torch.OutOfMemoryError as error:
-            if self.world.waits_within_passes:
-                reason = str(error).split(".")[0]
-                raise RunError(
-                    f"out of memory with a sharded model or shared rows ({reason}); give a smaller "
-                    "--batch.micro_tokens, or --compute.activation_checkpointing block"
-                ) from None
-            failure = error
-        if not self.world.all_reduce_min(int(failure is None)):
-            raise failure or torch.OutOfMemoryError("another process is out of memory")
+            self.buckets.rehearse()  # graphs keep the gradients that are copied into shared buckets
         return sums

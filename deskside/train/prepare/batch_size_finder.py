@@ -377,13 +377,14 @@ class BatchSizeFinder:
     def timed_dry_step(self, micro_rows: int, dataset: RowDataset, rows: int) -> tuple[float, float]:
         """Run a dry step. Return the seconds until the host had launched it, and until the device had finished it."""
         passes = rows // micro_rows
-        batch = self.stepper.objective.dry_batch(
-            dataset,
-            micro_rows,
-            passes * self.world.readers,
-            self.world.device,
-            self.config.data.document_mask,
-        )
+        with self.stepper.fits_on_all():
+            batch = self.stepper.objective.dry_batch(
+                dataset,
+                micro_rows,
+                passes * self.world.readers,
+                self.world.device,
+                self.config.data.document_mask,
+            )
         began = time.perf_counter()
         try:
             metrics = self.stepper.run([batch] * passes, step=1, dry=True)

@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 
 from deskside.config.run import RunConfig
 from deskside.data.reading.loader import Batch
+from deskside.optim.adamw import AdamW
+from deskside.optim.muon import Muon
 from deskside.train import environment_record
 from deskside.train.loop.gradient_buckets import GradientBuckets
 from deskside.train.loop.step import Stepper
+from deskside.train.next_token import NextToken
 from deskside.train.objective import RowDataset
 from deskside.train.parallel import World
 from deskside.train.prepare.batch_size_finder import (
@@ -138,6 +141,44 @@ def test_a_dry_step_needs_the_memory_of_sums_beside_the_backward(data: Path, tmp
     assert child.wait() == 0, child.text()
     fitted = tiny_run.plan(tmp_path / "run")["fit"][0]
     assert (fitted["micro_rows"], [a["fits"] for a in fitted["attempts"]]) == (2, [False, True])
+
+
+def scarce_outside_passes(root: Path, config: RunConfig) -> None:
+    """Train where the last process lacks memory for a batch of 8 rows, Muon with 4 rows, and AdamW with 2 rows."""
+    timed_dry_step, rows = BatchSizeFinder.timed_dry_step, 0
+
+    def noted(finder: BatchSizeFinder, micro_rows: int, *arguments: Any) -> Any:
+        nonlocal rows
+        rows = micro_rows if finder.world.rank == 1 else 0
+        return timed_dry_step(finder, micro_rows, *arguments)
+
+    def scarce(original: Any, failing: int) -> Any:
+        def method(*arguments: Any) -> Any:
+            if rows == failing:
+                raise torch.OutOfMemoryError("CUDA out of memory. More text.")
+            return original(*arguments)
+
+        return method
+
+    BatchSizeFinder.timed_dry_step = noted  # type: ignore[method-assign]
+    parts: list[tuple[type, str, int]] = [
+        (NextToken, "dry_batch", 8),
+        (Muon, "_update_stack", 4),
+        (AdamW, "step", 2),
+    ]
+    for owner, name, failing in parts:
+        setattr(owner, name, scarce(getattr(owner, name), failing))
+    tiny_run.train(root, config)
+
+
+def test_all_processes_learn_that_one_lacks_memory_outside_of_its_passes(data: Path, tmp_path: Path) -> None:
+    batch = {"sequence_length": 32, "tokens": 2 * 8 * 32, "micro_tokens": 8 * 32}
+    config = tiny_run.config(data, batch=batch, schedule={"length": "3 steps"})
+    child = tiny_run.call(scarce_outside_passes, tmp_path, config, ranks=2, log=tmp_path / "log")
+    assert child.wait(60) == 0, child.text()
+    fitted = tiny_run.plan(tmp_path / "run")["fit"][0]
+    assert (fitted["micro_rows"], [a["fits"] for a in fitted["attempts"]]) == (1, [False, False, False, True])
+    assert len(tiny_run.rows(tmp_path / "run")) == 3
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
