@@ -33,7 +33,7 @@ that are being reduced and of the root, which is reduced last. A test tracks the
 sharding, GPUs sum their gradients in buckets while the backward runs (`budget/replicas.py`).
 
 A pass that is a CUDA graph (`train/loop/graphed_pass.py`) keeps what it needs at its peak, also during updates and
-evaluations. Gradients exist all the time.
+evaluations. Gradients exist all the time, and during the update also the sums over GPUs of those that share buckets.
 
 If adapters are trained over frozen weights (`budget/adapters.py`), only the adapters have gradients and optimizer
 states, the head has no gradient, a quantized weight is dequantized while it is used, and the gradient of a chunk of
@@ -55,7 +55,7 @@ from deskside.budget.adapters import (
 from deskside.budget.converted_weights import cached_weights, copied_weights, has_weight_cache
 from deskside.budget.format_costs import SAVED_BF16, quantized
 from deskside.budget.host import replays_passes
-from deskside.budget.replicas import bucket_bytes, update_shares
+from deskside.budget.replicas import bucket_bytes, keeps_gradients, update_shares
 from deskside.budget.separate_gradients import (
     STACK_BYTES,
     STACK_WEIGHTS,
@@ -238,8 +238,9 @@ def _full_training(s: Sizes) -> dict[str, Items]:
             "copies": lasting_copies,
             "activations": 0.0,
             "logits": 0.0,
-            # Not both at once: gradients are summed between GPUs before Muon uses them.
-            "workspace": libraries + max(_muon_stack_bytes(s), summed),
+            # Gradients are summed between GPUs before Muon uses them.
+            "workspace": libraries
+            + (summed + _muon_stack_bytes(s) if keeps_gradients(spec) else max(_muon_stack_bytes(s), summed)),
         },
     }
     if not graphs:

@@ -19,7 +19,7 @@ With Muon it was -0.4 to 1.1 %, because the cards also share its update.
 from dataclasses import dataclass
 
 from deskside.budget.host import replays_passes
-from deskside.budget.shape import num_params
+from deskside.budget.shape import Shape, num_params
 from deskside.budget.sizes import Sizes
 from deskside.budget.step_spec import StepSpec
 
@@ -80,6 +80,8 @@ def bucket_bytes(s: Sizes, trained: float) -> float:
     spec = s.spec
     if spec.gpus == 1 or spec.sharded:
         return 0.0
+    if keeps_gradients(spec):
+        return 4 * s.leaf("weights whose gradients share buckets", shared_weights(s.shape, spec))
     largest: float = 2 * BUCKET_WEIGHTS  # a bucket is closed at the end of the sublayer that fills it
     if spec.gradient_dtype == "float32" and spec.weights == "float32":
         return 4 * s.leaf("weights of a gradient bucket", min(trained, largest))
@@ -88,3 +90,32 @@ def bucket_bytes(s: Sizes, trained: float) -> float:
         largest = embedding + (IN_FLIGHT - 1) * max(largest, s.block_weights / s.layers)
     # A copy in float32, or what is sent and what is received in bfloat16.
     return 4 * s.leaf("weights of the gradient buckets on their way", min(trained, largest))
+
+
+def keeps_gradients(spec: StepSpec) -> bool:
+    """Return True if gradients that share buckets exist beside their sums until the update ends.
+
+    Elsewhere, a bucket takes the place of its gradients, but a captured pass keeps them. Sums in bfloat16 are copied
+    back to the gradients.
+    """
+    return spec.gpus > 1 and replays_passes(spec) and spec.gradient_dtype == "float32"
+
+
+def shared_weights(shape: Shape, spec: StepSpec) -> int:
+    """Return the number of weights whose gradients share buckets, of a model without experts.
+
+    Matrices that one GPU updates and large gradients are summed alone, in place.
+    """
+    hidden, width = shape.hidden_size, shape.intermediate_size
+    queries, keys = (
+        heads * shape.head_dim for heads in (shape.num_attention_heads, shape.num_key_value_heads)
+    )
+    tables = [shape.vocab_size * hidden] * (1 if shape.tie_word_embeddings else 2)
+    if shape.position_embedding == "learned":
+        tables.append(shape.max_position_embeddings * hidden)
+    attention = [hidden * (queries + 2 * keys), hidden * queries]
+    mlp = [hidden * width * (2 if shape.gated_mlp else 1), hidden * width]
+    smallest = 0 if update_shares(spec) > 1 else BUCKET_WEIGHTS
+    alone = sum(weights for weights in tables if weights >= BUCKET_WEIGHTS)
+    alone += shape.num_hidden_layers * sum(weights for weights in attention + mlp if weights >= smallest)
+    return num_params(shape) - alone

@@ -98,6 +98,10 @@ def test_a_captured_pass_is_kept_beside_what_follows_it() -> None:
     one_of_two = graphed(4096, tokens=2 * 4096, gpus=2)
     assert one_of_two["loss"] == one_pass["loss"] and one_of_two["backward"] == one_pass["backward"]
     assert one_of_two["update"].items["captured pass"] == kept
+    more = one_of_two["update"].items["workspace"] - one_pass["update"].items["workspace"]
+    tables = 2 * 32768 * 768
+    assert more == 4 * (num_params(ModelConfig()) - tables)  # its matrices are small enough to share buckets
+    assert one_of_two["evaluation"].items["workspace"] == one_pass["evaluation"].items["workspace"]
     assert graphed(4096, tokens=4 * 4096, gpus=2)["update"].items["captured pass"] == kept
     # A run that may choose does not capture what does not fit.
     assert graphed(4096, graphs="auto") == without

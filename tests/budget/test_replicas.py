@@ -6,16 +6,24 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from deskside.budget import replicas
 from deskside.budget.host_memory import checkpoint_bytes
 from deskside.budget.operators.step import step_operators
-from deskside.budget.replicas import CONTENTION, SLOWEST_CARD, contention, exchange
+from deskside.budget.replicas import CONTENTION, SLOWEST_CARD, bucket_bytes, contention, exchange
 from deskside.budget.shape import block_matrix_params, num_params
 from deskside.budget.sizes import Sizes
 from deskside.budget.speed import Rates, item_seconds, replica_overhead, step_seconds
 from deskside.budget.states import trained_weights
 from deskside.budget.step_spec import AdapterSpec, StepSpec
 from deskside.config.model import ModelConfig
+from deskside.optim.groups import classify_parameters
+from deskside.train.loop import gradient_buckets
+from deskside.train.loop.gradient_buckets import GradientBuckets
+from deskside.train.parallel import World
+from tests.precision.small import make
 
 SHAPE = ModelConfig()
 TABLE, MATRICES, ALL = 32768 * 768, block_matrix_params(SHAPE), num_params(SHAPE)
@@ -96,3 +104,32 @@ def test_muon_is_shared() -> None:
     assert work(4, sharded=True, copies="pass") == work(1)
     # The process that writes checkpoints receives everyone's momentum.
     assert checkpoint_bytes(SHAPE, spec(4)) == checkpoint_bytes(SHAPE, spec(1))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"tie_word_embeddings": True}, {"mlp_bias": True, "gated_mlp": False, "vocab_size": 90}]
+)
+def test_gradients_of_captured_passes_exist_beside_their_sums(
+    changes: dict[str, Any], optimizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes are those of the buckets that a process really has until its update ends."""
+    monkeypatch.setattr(replicas, "BUCKET_WEIGHTS", 3000)
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 4 * 3000)
+    for name in ("all_reduce", "reduce"):
+        monkeypatch.setattr(dist, name, lambda *arguments, **options: None)
+    model = make(num_hidden_layers=4, **changes)
+    infos = classify_parameters(model)
+    matrices = {info.name: 0 for info in infos if info.role == "matrix"}
+    owners = matrices if optimizer == "muon" else {}
+    buckets = GradientBuckets(infos, World(torch.device("cpu"), 0, 2), owners, torch.float32)
+    kept = [torch.ones_like(info.parameter) for info in infos]
+    for info, gradient in zip(infos, kept, strict=True):
+        info.parameter.grad = gradient
+    buckets.finish()
+    second = [
+        i.parameter for i, gradient in zip(infos, kept, strict=True) if i.parameter.grad is not gradient
+    ]
+    sizes = Sizes(model.config, spec(graphs="on", optimizer=optimizer))
+    assert bucket_bytes(sizes, sizes.parameters) == 4 * sum(parameter.numel() for parameter in second) > 0
+    assert bucket_bytes(Sizes(model.config, spec(1, graphs="on")), sizes.parameters) == 0
