@@ -287,10 +287,9 @@ class Grpo(AlignObjective):
             count = min(count, max(world.size, max_tokens // questions.sequence_length))
         chosen = np.unique(np.arange(count) * len(questions.questions) // count)[world.rank :: world.size]
         mine = [questions.questions[i] for i in chosen.tolist()]
-        self.sampler.update_weights()
-        sampled = self._sample(mine, [0] * len(mine), 0, 0.0)
+        sampled, rewards = self._answer(mine, [0] * len(mine), 0, 0.0)
         totals = torch.tensor(
-            [sum(self._rewards(mine, sampled)), sum(s.num_sampled for s in sampled), len(mine)],
+            [sum(rewards), sum(s.num_sampled for s in sampled), len(mine)],
             dtype=torch.float64,
             device=world.device,
         )
@@ -311,9 +310,7 @@ class Grpo(AlignObjective):
 
         questions: one per answer, so the `group` answers to a question repeat it. positions: see `rollouts.py`.
         """
-        self.sampler.update_weights()
-        samples = self._sample(questions, positions, seed, self.options.temperature)
-        rewards = self._rewards(questions, samples)
+        samples, rewards = self._answer(questions, positions, seed, self.options.temperature)
         rewards_GS = torch.tensor(rewards, dtype=torch.float64).view(-1, self.options.group)
         advantages_N = advantages(rewards_GS, self.options.scale_rewards).flatten().tolist()
         rollouts = [
@@ -332,22 +329,29 @@ class Grpo(AlignObjective):
         self.log.add(rollouts, self.options.group)
         return rollouts
 
-    def _rewards(self, questions: Sequence[Question], samples: Sequence[SampledAnswer]) -> list[float]:
-        """Compute the rewards of this rank's answers. All ranks call this together; without a server, all fail."""
-        cases = [
-            RewardCase(q.prompt, self._text(s.last_turn), q.answer, q.columns)
-            for q, s in zip(questions, samples, strict=True)
-        ]
-        rewards, failure = [], None
-        try:
-            rewards = self.reward.compute_all(cases)
-        except OutsideError as error:
-            failure = error
-        world = self.session.world
+    def _answer(
+        self, questions: Sequence[Question], streams: Sequence[int], seed: int, temperature: float
+    ) -> tuple[list[SampledAnswer], list[float]]:
+        """Sample answers with the present weights, and compute their rewards.
+
+        All ranks call this together. If the reward server gives one of them no rewards, all raise OutsideError.
+        """
+        world, rewards, failure = self.session.world, list[float](), None
+        self.sampler.update_weights()
+        with world.wait_at_end():  # tools and rewards have no time limit, and a server is asked several times
+            samples = self._sample(questions, streams, seed, temperature)
+            cases = [
+                RewardCase(q.prompt, self._text(s.last_turn), q.answer, q.columns)
+                for q, s in zip(questions, samples, strict=True)
+            ]
+            try:
+                rewards = self.reward.compute_all(cases)
+            except OutsideError as error:
+                failure = error
         failed = torch.tensor([float(failure is not None)], dtype=torch.float64, device=world.device)
         if world.all_reduce_max(failed).item():
             raise failure or OutsideError("the reward server gave another process no rewards")
-        return rewards
+        return samples, rewards
 
     def _sample(
         self, questions: Sequence[Question], streams: Sequence[int], seed: int, temperature: float

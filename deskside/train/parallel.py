@@ -112,19 +112,25 @@ class World:
             dist.barrier()
 
     @contextlib.contextmanager
-    def rank_zero_first(self) -> Iterator[bool]:
-        """Context manager in which rank 0 may work for hours; the others wait for it at the end. Yields True on rank 0.
+    def wait_at_end(self) -> Iterator[None]:
+        """Context manager in which each rank may work for hours, without collectives; at its end, all wait for all.
 
-        An exception on rank 0 ends the wait of the others with an error, as soon as its process ends.
+        An exception on one rank ends the wait of the others with an error, as soon as its process ends.
         """
         if self.size == 1:
-            yield True
+            yield
             return
         # The default group waits for 10 or 30 minutes.
         group = dist.new_group(backend="gloo", timeout=NO_LIMIT)
-        yield self.is_rank_zero
+        yield
         dist.barrier(group)
         dist.destroy_process_group(group)
+
+    @contextlib.contextmanager
+    def rank_zero_first(self) -> Iterator[bool]:
+        """Context manager in which rank 0 works, and the others wait as in `wait_at_end`. Yields True on rank 0."""
+        with self.wait_at_end():
+            yield self.is_rank_zero
 
 
 def init_distributed(device: str, mode: str, gpu_budget: float | None = None, context: int = 1) -> World:

@@ -4,20 +4,26 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch.distributed import distributed_c10d
 
 from deskside.align import reward_server
+from deskside.align.grpo import Grpo
 from deskside.align.reward_server import RewardCase, RewardServer
 from deskside.cli.main import main
 from deskside.config.align import GrpoConfig
 from deskside.evaluate.final_number import final_number
+from deskside.train.parallel import destroy_distributed, init_distributed
 from deskside.utils.errors import OutsideError, UsageError
 from tests.align import tiny
+from tests.train import tiny_run
 
 Answer = Callable[[dict[str, Any]], tuple[int, bytes]]
 KEYS = ("step", "loss", "grad_norm", "reward", "answer_tokens", "entropy")
@@ -208,6 +214,44 @@ def test_a_run_ends_without_loss_when_the_server_is_gone(
     server.answer = right
     assert main(["grpo", "--resume", str(run)]) == 0
     tiny.same(run, tmp_path / "straight", KEYS)
+
+
+class SlowOnRankOne:
+    """A source of rewards that takes longer on one process than torch's process group waits, or gives none there."""
+
+    def __init__(self, rank: int, gives_rewards: bool):
+        self.rank, self.gives_rewards = rank, gives_rewards
+
+    def compute_all(self, cases: Sequence[RewardCase]) -> list[float]:
+        if self.rank == 1 and not self.gives_rewards:
+            raise OutsideError("no answer")
+        time.sleep(2.5 * self.rank)
+        return [1.0] * len(cases)
+
+
+def reward_slowly(folder: Path) -> None:
+    distributed_c10d.default_pg_timeout = timedelta(seconds=1)  # of torch: 30 minutes
+    world = init_distributed("cpu", "auto")
+    sampler = SimpleNamespace(update_weights=lambda: None, sample=lambda *arguments: [])
+    for gives_rewards in (True, False):
+        grpo: Any = Grpo(GrpoConfig())
+        grpo.session, grpo.sampler = SimpleNamespace(world=world), sampler
+        grpo.log = SimpleNamespace(add=lambda *arguments: None)
+        grpo.reward = SlowOnRankOne(world.rank, gives_rewards)
+        try:
+            grpo.roll_out([], [], 0)
+            result = "rewards"
+        except OutsideError:
+            result = "none"
+        (folder / f"{world.rank}-{gives_rewards}").write_text(result)
+    destroy_distributed(world)
+
+
+def test_all_processes_wait_for_rewards_however_long_they_take(tmp_path: Path) -> None:
+    child = tiny_run.call(reward_slowly, tmp_path, log=tmp_path / "log", ranks=2)
+    assert child.wait() == 0, child.text()
+    for rank in (0, 1):
+        assert [(tmp_path / f"{rank}-{given}").read_text() for given in (True, False)] == ["rewards", "none"]
 
 
 def test_records_need_no_answer_for_a_server(taught: Path, tmp_path: Path, server: Server) -> None:
