@@ -113,7 +113,7 @@ class World:
 
     @contextlib.contextmanager
     def wait_at_end(self) -> Iterator[None]:
-        """Context manager in which each rank may work for hours, without collectives; at its end, all wait for all.
+        """Context manager in which each rank may work for hours; at its end, all wait for each other.
 
         An exception on one rank ends the wait of the others with an error, as soon as its process ends.
         """

@@ -2,17 +2,21 @@
 
 import json
 import signal
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from deskside.cli.main import main
 from deskside.config.run import RunConfig
 from deskside.train import parallel
 from deskside.train.loop import gradient_buckets
+from deskside.train.state.checkpointer import Checkpointer
 from deskside.utils.errors import RunError, UsageError
 from tests.train import tiny_run
 from tests.train.tiny_run import curve, kill_at_step, rows
@@ -307,6 +311,35 @@ def test_when_one_process_fails_the_other_ends_too(data: Path, tmp_path: Path) -
     assert child.wait(60) != 0
     assert all(p.exitcode not in (0, None) for p in child.processes)
     assert "the disk is full" in child.text()
+
+
+def write_slowly(root: Path, config: RunConfig) -> None:
+    """Train where the checkpoint of step 1 is written for longer than torch's process group waits."""
+    from deskside.weights import checkpoint
+
+    write, save = checkpoint.save, Checkpointer.save
+
+    def slow(folder: Path, step: int, *arguments: Any) -> Any:
+        time.sleep(4.0 if step == 1 else 0.0)
+        return write(folder, step, *arguments)
+
+    def impatient(*arguments: Any) -> None:
+        distributed_c10d._set_pg_timeout(timedelta(seconds=2))  # from now on; of torch: 30 minutes
+        save(*arguments)
+
+    checkpoint.save = slow
+    Checkpointer.save = impatient  # type: ignore[method-assign]
+    tiny_run.train(root, config)
+
+
+@pytest.mark.parametrize("background", [pytest.param(False, marks=pytest.mark.full), True])
+def test_other_processes_wait_for_a_checkpoint_however_long_it_takes(
+    background: bool, data: Path, tmp_path: Path
+) -> None:
+    checkpoint = {"every": "1 steps", "background": background}
+    config = tiny_run.config(data, schedule={"length": "3 steps"}, checkpoint=checkpoint)
+    child = tiny_run.call(write_slowly, tmp_path, config, log=tmp_path / "log", ranks=2)
+    assert child.wait(60) == 0, child.text()
 
 
 class LateWork:

@@ -201,17 +201,18 @@ class Checkpointer:
             validation=validation,
             average=self.average.state() if self.average is not None and self.average.updates else None,
         ).model_dump(mode="json")
-        if self._staging is not None:
-            began = time.perf_counter()
-            groups = dict(zip(groups, self._staging.copy(list(groups.values())), strict=True))
-            copied = time.perf_counter() - began
-            future = self._thread.submit(self._publish, progress.step, groups, state)
-            self._write = _Write(progress.step, copied, future)
-            self.timings["checkpoint_copy_seconds"] = copied
-        elif self._writes:
-            written = self._publish(progress.step, groups, state)
-            self.timings["checkpoint_write_seconds"] = written
-            self.log.event(f"checkpoint of step {progress.step} saved: written in {written:.2f} s")
+        with self.world.wait_at_end():  # a slow disk may take longer than a collective waits
+            if self._staging is not None:
+                began = time.perf_counter()
+                groups = dict(zip(groups, self._staging.copy(list(groups.values())), strict=True))
+                copied = time.perf_counter() - began
+                future = self._thread.submit(self._publish, progress.step, groups, state)
+                self._write = _Write(progress.step, copied, future)
+                self.timings["checkpoint_copy_seconds"] = copied
+            elif self._writes:
+                written = self._publish(progress.step, groups, state)
+                self.timings["checkpoint_write_seconds"] = written
+                self.log.event(f"checkpoint of step {progress.step} saved: written in {written:.2f} s")
 
     def save_now(self, progress: TrainProgress, seconds: float, validation: float | None = None) -> None:
         """Save a checkpoint and return when it is published. Otherwise like `save`."""
@@ -226,18 +227,18 @@ class Checkpointer:
 
     def finish(self) -> None:
         """Wait until the last checkpoint is published. Every rank calls this. Raises RunError if it was not written."""
-        if self._write is not None:
-            # If a signal ends this, `__exit__` must know of the write. Python handles a signal that arrives just before
-            # the thread blocks only when the thread wakes, so the wait has a timeout.
-            while not wait([self._write.written], timeout=POLL_SECONDS).done:
-                pass
-            write, self._write = self._write, None
-            written = write.written.result()
-            self.timings["checkpoint_write_seconds"] = written
-            self.log.event(
-                f"checkpoint of step {write.step} saved: copied in {write.copied:.2f} s, written in {written:.2f} s"
-            )
-        self.world.barrier()
+        with self.world.wait_at_end():
+            if self._write is not None:
+                # If a signal ends this, `__exit__` must know of the write. Python handles a signal that arrives just
+                # before the thread blocks only when the thread wakes, so the wait has a timeout.
+                while not wait([self._write.written], timeout=POLL_SECONDS).done:
+                    pass
+                write, self._write = self._write, None
+                written = write.written.result()
+                self.timings["checkpoint_write_seconds"] = written
+                self.log.event(
+                    f"checkpoint of step {write.step} saved: copied in {write.copied:.2f} s, written in {written:.2f} s"
+                )
 
     def load_newest(self) -> TrainProgress | None:
         """Restore everything from the newest valid checkpoint. Return None if there is none and no step was logged.
