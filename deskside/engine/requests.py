@@ -186,7 +186,8 @@ class Counts:
 class SampleOutput:
     """The output of one sample. `tokens` excludes the prompt and the end-of-text or stop token, `end_token`.
 
-    `logprobs`, `sampled_logprobs` and `tops` have one entry per token if the request asks for logprobs, else none.
+    `logprobs`, `sampled_logprobs`, `tops` and `texts` have one entry per token if the request asks for logprobs, else
+    none. An entry of `texts` is the part of `text` that came with the token.
     """
 
     prompt_tokens: int
@@ -194,6 +195,7 @@ class SampleOutput:
     logprobs: list[float] = field(default_factory=list)
     sampled_logprobs: list[float] = field(default_factory=list)
     tops: list[TopTokens] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
     prompt: PromptScores | None = None
     end_token: TokenOutput | None = None
     text: str = ""
@@ -207,6 +209,7 @@ class SampleOutput:
                 self.logprobs.append(event.logprob)
                 self.sampled_logprobs.append(event.sampled_logprob)
                 self.tops.append(event.top)
+                self.texts.append(event.text)
         if event.prompt is not None:
             self.prompt = event.prompt
         self.end_token = event.end_token

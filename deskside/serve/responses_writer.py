@@ -8,10 +8,12 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tokenizers import Tokenizer
 
+from deskside.data.chat.answer_parser import AnswerParser, AnswerPart
 from deskside.engine.requests import SampleOutput
 from deskside.serve.responses import ResponseOptions, ResponseWriter, usage
 from deskside.serve.responses_request import ResponsesRequest
@@ -42,15 +44,17 @@ class ResponsesWriter(ResponseWriter):
         fingerprint: str,
         tokenizer: Tokenizer,
     ):
+        new_parser = options.new_parser
+        options = replace(options, new_parser=lambda: new_parser() or AnswerParser("no", None))
         super().__init__(options, model, fingerprint, tokenizer)
         self._response = _empty_response(body, model)
         self._sequence = 0
         self._output: list[dict[str, Any]] = []  # finished items of a stream
         self._item: dict[str, Any] | None = None  # the item that the stream is in
         self._reason: str | None = None  # why the answer ended
-        self._scored: list[
-            dict[str, Any]
-        ] = []  # log-probabilities of tokens before the next text of a message
+        self._length = 0  # characters of the answer until now
+        # Log-probabilities of tokens that may be of later text, and where the characters of each begin and end.
+        self._scored: list[tuple[dict[str, Any], int, int]] = []
 
     # A response in one piece
 
@@ -120,13 +124,8 @@ class ResponsesWriter(ResponseWriter):
         events = b""
         if reasoning := delta.get("reasoning_content"):
             events += self._add("reasoning", reasoning)
-        self._scored += [] if logprobs is None else logprobs["content"]
-        if "tool_calls" in delta:
-            self._scored = []  # of the call
-        in_message = self._item is not None and self._item["type"] == "message"
-        if delta.get("content") or (self._scored and in_message):
-            scored, self._scored = self._scored, []
-            events += self._add("message", delta.get("content") or "", logprobs=scored)
+        if text := delta.get("content"):
+            events += self._add("message", text, logprobs=() if logprobs is None else logprobs["content"])
         for call in delta.get("tool_calls", ()):
             if "id" in call:
                 events += self._close() + self._open(
@@ -134,6 +133,25 @@ class ResponsesWriter(ResponseWriter):
                 )
             events += self._add("function_call", call["function"]["arguments"])
         return events
+
+    def _logprobs_beside(self, part: AnswerPart, logprobs: Any, texts: Sequence[str]) -> Any:
+        """Return the log-probabilities of the tokens with characters of a part's text.
+
+        A token without characters of its own, as it ends in the middle of one, has the next one.
+        """
+        for place, text in zip([] if logprobs is None else logprobs["content"], texts, strict=False):
+            begin, self._length = self._length, self._length + len(text)
+            self._scored.append((place, begin, max(begin + 1, self._length)))
+        if not part.text_places:
+            return None
+        scored = [
+            place
+            for place, begin, end in self._scored
+            if any(begin < text_end and text_begin < end for text_begin, text_end in part.text_places)
+        ]
+        assigned = part.text_places[-1][1]
+        self._scored = [token for token in self._scored if token[1] >= assigned]
+        return {"content": scored}
 
     def _add(self, kind: str, text: str, logprobs: Sequence[Any] = ()) -> bytes:
         """Return the events that add text to an item, after those that open it if the stream is in another one."""

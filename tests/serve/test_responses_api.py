@@ -10,9 +10,11 @@ import pytest
 
 from deskside.serve.responses_request import ResponsesRequest
 from deskside.weights.load import Loaded, load_model
+from tests.data.chat.templates import template
 from tests.engine.test_generate import plain
 from tests.serve.chatty import TEMPLATE, make_chatty, rendered
 from tests.serve.in_process import with_client
+from tests.serve.scripted import make_scripted
 
 ASKED: dict[str, Any] = {"model": "tiny", "temperature": 0, "max_output_tokens": 12}
 TALK = [
@@ -210,6 +212,44 @@ def test_calls_are_items(folder: Path, tmp_path: Path) -> None:
     assert "".join(parts) == call.arguments
     assert events[-2].type == "response.output_item.done" and events[-1].type == "response.completed"
     assert after.output[0].type == "message" and after.usage.input_tokens > whole.usage.input_tokens
+
+
+STOP = '{"name": "stop", "arguments": {}}'
+OTHER = '{"name": "other", "arguments": {}}'
+
+
+@pytest.mark.parametrize(
+    ("said", "of_text"),
+    [
+        (["<think>", "why?", "</think>", "\n\n", "Sure.", " Hi."], ["Sure.", " Hi."]),
+        (["Sure.", "\n\n", "<tool_call>", STOP, "</tool_call>"], ["Sure."]),
+        (["<think>", "why?", "</think>", "Sure.", "<tool_call>", STOP, "</tool_call>"], ["Sure."]),
+        (["<tool_call>", STOP, "</tool_call>"], []),
+        (["Sure.", "<tool_call>", OTHER], ["Sure.", "<tool_call>", OTHER]),  # no call
+    ],
+)
+def test_logprobs_are_those_of_the_text_beside_them(
+    said: list[str], of_text: list[str], tmp_path: Path
+) -> None:
+    body: dict[str, Any] = {
+        **ASKED,
+        "input": "hello",
+        "tools": [{"type": "function", "name": "stop", "parameters": None, "strict": False}],
+        "include": ["message.output_text.logprobs"],
+    }
+
+    async def ask(client: openai.AsyncOpenAI) -> tuple[Any, list[Any]]:
+        whole = await client.responses.create(**body)
+        return whole, [event async for event in await client.responses.create(**body, stream=True)]
+
+    whole, events = with_client(make_scripted(tmp_path, template("qwen3"), said), ask)
+    for response in (whole, events[-1].response):
+        parts = [item.content[0] for item in response.output if item.type == "message"]
+        assert [place.token for part in parts for place in part.logprobs] == of_text
+        assert "".join(part.text for part in parts) == "".join(of_text)
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [place.token for event in deltas for place in event.logprobs] == of_text
+    assert all(event.delta for event in deltas)
 
 
 @pytest.mark.parametrize(

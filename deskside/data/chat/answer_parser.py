@@ -34,15 +34,20 @@ class ToolCall:
 
 @dataclass
 class AnswerPart:
-    """A part of an answer, or all of it. calls: by their place among the answer's calls."""
+    """A part of an answer, or all of it.
+
+    calls: by their place among the answer's calls. text_places: begin and end, in the answer, of the pieces of `text`.
+    """
 
     text: str = ""
     reasoning: str = ""
     calls: dict[int, ToolCall] = field(default_factory=dict)
+    text_places: list[tuple[int, int]] = field(default_factory=list)
 
     def add(self, rest: "AnswerPart") -> None:
         """Add the last part of an answer, in which no call begins or continues."""
         self.text += rest.text
+        self.text_places += rest.text_places
         self.reasoning += rest.reasoning
 
 
@@ -54,7 +59,8 @@ class AnswerParser:
         self._format = tool_format if functions else None
         self._functions = frozenset(functions)
         self._part = AnswerPart()  # what the current `push` has found
-        self._buffer = ""  # text that is not assigned to a part yet
+        self._length = 0  # characters of the answer
+        self._buffer = ""  # the end of the answer, which is not assigned to a part yet
         self._opening = ""  # text before the buffer that belongs to the next call, if there is one
         self._anything = False  # whether a part other than reasoning was found
         self._skips_space = thinking == "must"
@@ -64,6 +70,7 @@ class AnswerParser:
 
     def push(self, text: str) -> AnswerPart:
         """Return the parts that are certain after this text."""
+        self._length += len(text)
         self._buffer += text
         while self._buffer and self._state():
             pass
@@ -79,7 +86,7 @@ class AnswerParser:
         after_call = self._state == self._calls and not self._opening
         if self._state == self._after_arguments or (after_call and end.startswith(rest.strip(_SEPARATORS))):
             return AnswerPart()  # the rest of a call
-        return AnswerPart(text=rest)
+        return AnswerPart(rest, text_places=[(self._length - len(rest), self._length)] if rest else [])
 
     def parse(self, text: str) -> AnswerPart:
         """Return the parts of a whole answer."""
@@ -229,6 +236,9 @@ class AnswerParser:
 
     def _use_text(self, length: int) -> bool:
         """Move text from the buffer to the part."""
+        begin = self._length - len(self._buffer)
+        if length:
+            self._part.text_places.append((begin, begin + length))
         self._part.text += self._buffer[:length]
         self._anything = self._anything or length > 0
         self._buffer = self._buffer[length:]

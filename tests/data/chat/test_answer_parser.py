@@ -37,6 +37,7 @@ def parts(text: str, thinking: Thinking, form: ToolFormat | None, size: int) -> 
     found = [parser.push(text[at : at + size]) for at in range(0, len(text), size)] + [parser.finish()]
     calls: dict[int, list[str]] = {}
     for part in found:
+        assert part.text == "".join(text[begin:end] for begin, end in part.text_places)
         for place, piece in part.calls.items():
             assert bool(piece.id) == bool(piece.name) == (place not in calls)
             calls.setdefault(place, [piece.name, ""])[1] += piece.arguments
