@@ -209,7 +209,7 @@ _FAMILIES = (
         },
         fields.NO_DROPOUT,
         conditions=(fields.DIVISIBLE_HIDDEN_SIZE, fields.WHOLE_SCALAR, fields.SCALED_EMBEDDINGS),
-        windows=Windows(fields.all_but_every(6), 4096),
+        windows=Windows(fields.all_but_every(6, "sliding_window_pattern"), 4096),
         rope_theta=1e6,
         local_rope=("rope_local_base_freq", 1e4),
         norm_offset=1.0,

@@ -179,11 +179,14 @@ SCALED_EMBEDDINGS = (
 # Windows
 
 
-def all_but_every(period: int) -> Callable[[Mapping[str, Any], int], list[bool]]:
-    """Return the default of families in which every `period`-th layer has full attention."""
+def all_but_every(period: int, name: str | None = None) -> Callable[[Mapping[str, Any], int], list[bool]]:
+    """Return the default of families in which every `period`-th layer has full attention.
+
+    name: of a field with another period.
+    """
 
     def windows(source: Mapping[str, Any], layers: int) -> list[bool]:
-        every = source.get("sliding_window_pattern") or period
+        every = period if name is None else source.get(name) or period
         return [(layer + 1) % every != 0 for layer in range(layers)]
 
     return windows
