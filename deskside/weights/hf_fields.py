@@ -33,6 +33,16 @@ def same(*names: str) -> dict[str, Field]:
 
 # Fields
 
+
+def key_value_heads(missing: int) -> dict[str, Field]:
+    """Return the field of the key-value heads for a family in which a file without it has `missing` of them.
+
+    Null is as many as heads.
+    """
+    name = "num_key_value_heads"
+    return {name: Field(name, lambda source: source["num_attention_heads"] if name in source else missing)}
+
+
 HEADS = {
     **same(
         "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings"
@@ -57,6 +67,7 @@ EXPERTS = {
 }
 GEMMA = {
     **DECODER,
+    **key_value_heads(4),
     "head_dim": Field("head_dim", 256),
     "hidden_act": Field(
         "hidden_activation",
@@ -92,6 +103,8 @@ NEOX = {
 }
 GPT_OSS = {
     **{name: value for name, value in DECODER.items() if name not in ("hidden_act", "intermediate_size")},
+    **key_value_heads(8),
+    "head_dim": Field("head_dim", 64),
     "norm_eps": Field("rms_norm_eps", 1e-5),
     "attention_bias": Field("attention_bias", True),
     "num_experts": Field("num_local_experts", older="num_experts"),
@@ -125,6 +138,7 @@ def _no_rope_layers(pattern: str | None, config: ModelConfig) -> list[int]:
 
 SMOLLM3 = {
     **DECODER,
+    **key_value_heads(4),
     "mlp_bias": Field("mlp_bias", False),
     "tie_word_embeddings": Field("tie_word_embeddings", True),
     "rope_pattern": Field(

@@ -8,6 +8,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from benchmarks.families import small_config
 from deskside.config.model import ModelConfig
+from deskside.utils.errors import RunError
 from deskside.weights.hf_config import from_hf_config, to_hf_config
 from deskside.weights.hf_families import FAMILIES
 
@@ -39,6 +40,27 @@ def by_transformers(source: dict[str, Any]) -> ModelConfig | None:
     except Exception:  # noqa: BLE001 - each configuration has its own checks
         return None
     return from_hf_config(json.loads(full.to_json_string(use_diff=False)))
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_field_that_is_missing_or_null_has_the_default_of_transformers(model_type: str) -> None:
+    whole = config_file(model_type)
+    without_types = {name: value for name, value in whole.items() if name != "layer_types"}
+    compared = 0
+    for source in (whole, without_types):
+        for name in source.keys() - {"model_type", "architectures", "use_cache"}:
+            less = {other: value for other, value in source.items() if other != name}
+            for given in (less, {**less, name: None}):
+                try:
+                    found = from_hf_config(given)
+                except RunError as error:
+                    # Sizes are required here.
+                    assert "lacks" in str(error) or by_transformers(given) is None
+                    continue
+                if (expected := by_transformers(given)) is not None:
+                    assert found == expected, name
+                    compared += 1
+    assert compared > 5
 
 
 @pytest.mark.parametrize(
