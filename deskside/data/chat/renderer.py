@@ -15,6 +15,7 @@ A conversation with parts that the template would leave out, such as tool calls 
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -23,12 +24,16 @@ from tokenizers import Tokenizer
 
 from deskside.data.chat.escaping import Escaping
 from deskside.data.chat.messages import Conversation, NotRendered
-from deskside.data.chat.template_support import NAMED_TOKENS, TRIAL_WORD, TemplateSupport
+from deskside.data.chat.template_support import NAMED_TOKENS, TOOL, TRIAL_WORD, TemplateSupport
 from deskside.data.encoder import Encoder, ReferenceEncoder
 from deskside.data.tokenizer import named_token, read_config
 from deskside.utils.errors import RunError, UsageError, describe_error, first_line
 
 TEMPLATE = "chat_template.jinja"
+# One template of two. The empty texts keep the white space of both, which a block beside it would take.
+_WITH_AND_WITHOUT_TOOLS = (
+    "{{% if tools %}}{{{{ '' }}}}{}{{{{ '' }}}}{{% else %}}{{{{ '' }}}}{}{{{{ '' }}}}{{% endif %}}"
+)
 
 
 class RefusedByTemplate(NotRendered):
@@ -66,8 +71,13 @@ class Renderer:
         for name in NAMED_TOKENS:
             if text := named_token(settings, name):
                 self._named_tokens[name] = text
-        self._support = TemplateSupport(
-            template, lambda trial: self._run(trial, add_generation_prompt=False)[0]
+
+        def render(trial: Conversation) -> str:
+            return self._run(trial, add_generation_prompt=False)[0]
+
+        self._support = TemplateSupport(template, render)
+        self._support_with_tools = TemplateSupport(
+            template, lambda trial: render(replace(trial, tools=trial.tools or [TOOL]))
         )
 
     @property
@@ -136,7 +146,7 @@ class Renderer:
         return ids
 
     def _rendered(self, conversation: Conversation, **options: bool) -> tuple[str, list[tuple[int, int]]]:
-        self._support.check(conversation)
+        (self._support_with_tools if conversation.tools else self._support).check(conversation)
         escape_all = self._escaping.escape_all
         return self._run(
             Conversation(
@@ -211,6 +221,7 @@ def encode_plain(encoder: Encoder, text: str, special: Mapping[int, str]) -> lis
 def read_chat_template(folder: Path) -> str | None:
     """Return the chat template of a tokenizer's folder, from its own file or tokenizer_config.json, or None.
 
+    Of named templates, `tool_use` writes conversations with tools, and `default` others, as in transformers.
     Raises RunError for a damaged file.
     """
     file = folder / TEMPLATE
@@ -223,4 +234,8 @@ def read_chat_template(folder: Path) -> str | None:
     if isinstance(template, list):  # several templates with names
         by_name = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
         template = by_name.get("default") or next(iter(by_name.values()), None)
+        if isinstance(template, str) and isinstance(with_tools := by_name.get("tool_use"), str):
+            template = _WITH_AND_WITHOUT_TOOLS.format(
+                *(text.removesuffix("\n") for text in (with_tools, template))
+            )
     return template if isinstance(template, str) else None

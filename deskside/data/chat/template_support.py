@@ -34,6 +34,11 @@ _TRIAL_WORDS = {  # words that must be written for a field with the trial value
     "tool_calls": [f"{TRIAL_WORD}{part}" for part in ("name", "key", "value")],
     "tools": [f"{TRIAL_WORD}{part}" for part in ("name", "description", "key")],
 }
+# A function in conversations with tools that are no trial of tools.
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}},
+}
 _USER, _ASSISTANT = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 _CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 

@@ -8,10 +8,12 @@
 
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from deskside.data.chat.messages import Conversation, NotRendered
+from deskside.data.chat.template_support import TOOL
 
 ID_LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
 THINK, END_THINK = "<think>", "</think>"
@@ -47,15 +49,22 @@ def new_call_id() -> str:
 def find_tool_format(render: Callable[[Conversation, bool], str]) -> ToolFormat | None:
     """Return the format in which a template writes calls; None if it writes none, or in a form that is not known.
 
-    render: renders a conversation, with the generation prompt if the second argument is true; may raise NotRendered.
+    Some templates write calls only beside tools. render: renders a conversation, with the generation prompt if the
+    second argument is true; may raise NotRendered.
     """
+    return _find_tool_format(render, []) or _find_tool_format(render, [TOOL])
+
+
+def _find_tool_format(
+    render: Callable[[Conversation, bool], str], tools: Sequence[Mapping[str, Any]]
+) -> ToolFormat | None:
     question = {"role": "user", "content": _WORD}
     call = {"type": "function", "function": {"name": _NAME, "arguments": {_WORD: _WORD}}, "id": "trial0001"}
     try:
-        prompt = render(Conversation([question]), True)
-        plain = render(Conversation([question, {"role": "assistant", "content": _NAME}]), False)
+        prompt = render(Conversation([question], tools), True)
+        plain = render(Conversation([question, {"role": "assistant", "content": _NAME}], tools), False)
         calling = {"role": "assistant", "content": "", "tool_calls": [call]}
-        text = render(Conversation([question, calling]), False)
+        text = render(Conversation([question, calling], tools), False)
     except NotRendered:
         return None
     if not text.startswith(prompt):

@@ -10,12 +10,15 @@ from tokenizers import AddedToken, Tokenizer, normalizers
 from transformers import AutoTokenizer
 
 from deskside.data import tokenizer as bpe
-from deskside.data.chat.chat_template import ChatTemplate
+from deskside.data.chat.chat_template import DEFAULT_TEMPLATE, ChatTemplate
 from deskside.data.chat.escaping import Escaping
 from deskside.data.chat.messages import Conversation, NotRendered, checked_messages
 from deskside.data.chat.renderer import RefusedByTemplate, Renderer, read_chat_template, special_tokens
+from deskside.data.chat.tool_formats import ToolFormat, find_tool_format
 from deskside.utils.errors import RunError, UsageError
 from tests.data import chat_tokenizer
+from tests.data.chat.templates import template
+from tests.data.chat.tricky import ASK, PUNE, SUNNY, WEATHER, calling, result
 from tests.data.chat_tokenizer import talk
 
 REFUSING = "{%- for m in messages %}{{ raise_exception('no ' + m.role + 's') }}{%- endfor %}"
@@ -247,6 +250,29 @@ def test_damaged_files_are_named(folder: Path, tmp_path: Path, name: str, conten
         return
     with pytest.raises(RunError, match=name):
         read_chat_template(tmp_path)
+
+
+def test_of_named_templates_tools_choose_that_for_tools(folder: Path, tmp_path: Path) -> None:
+    """The default template, ChatML, writes no calls. White space at the ends of both is as in transformers."""
+    named = {"default": f"\n{DEFAULT_TEMPLATE} \n\n", "tool_use": f"\n{template('qwen2_5')}\n"}
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    renderer = load_renderer(tmp_path)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    called = Conversation([ASK, calling(PUNE), result("sun"), SUNNY], [WEATHER])
+    for conversation in (CONVERSATION, called):
+        messages, tools = list(conversation.messages), list(conversation.tools) or None
+        expected = theirs.apply_chat_template(
+            messages, tools=tools, add_generation_prompt=True, return_dict=False
+        )
+        assert renderer.prompt(conversation) == expected
+    with pytest.raises(NotRendered, match="tool_calls"):
+        renderer.prompt(Conversation(called.messages))
+    assert find_tool_format(lambda talk, prompt: renderer.text(talk, prompt)) == ToolFormat(
+        "<tool_call>", "</tool_call>"
+    )
 
 
 def test_a_template_runs_in_the_sandbox(folder: Path, tmp_path: Path) -> None:
