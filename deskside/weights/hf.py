@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from deskside.config.model import ModelConfig
-from deskside.data.tokenizer import end_of_text, named_token, read_config
+from deskside.data.tokenizer import end_of_text, special_token_id
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.model.init import allocate
 from deskside.model.transformer import Transformer
@@ -341,7 +341,8 @@ def _write_tokenizer(source: Path, folder: Path, config: ModelConfig) -> dict[st
     content = read_json_object(file)
     ids = {token["content"]: token["id"] for token in content.get("added_tokens", [])}
     try:
-        name, end = end_of_text(load_tokenizer(file), file.parent)
+        tokenizer = load_tokenizer(file)
+        name, end = end_of_text(tokenizer, file.parent)
     except UsageError as error:
         raise UsageError(f"{file}: {error}") from None
     if (highest := max([end, *ids.values()])) >= config.vocab_size:
@@ -360,10 +361,10 @@ def _write_tokenizer(source: Path, folder: Path, config: ModelConfig) -> dict[st
             "clean_up_tokenization_spaces": False,
         }
         _write_json(folder / "tokenizer_config.json", settings)
-    begin = ids.get(named_token(read_config(folder), "bos_token"), end)
+    begin = special_token_id(tokenizer, folder, "bos_token")
     ends = read_eos_ids(file.parent, config.vocab_size) or [end]
     eos = ends if len(ends) > 1 else ends[0]
-    return {"bos_token_id": begin, "eos_token_id": eos, "pad_token_id": end}
+    return {"bos_token_id": end if begin is None else begin, "eos_token_id": eos, "pad_token_id": end}
 
 
 def read_eos_ids(folder: Path, vocab_size: int) -> list[int]:

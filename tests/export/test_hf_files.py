@@ -17,6 +17,7 @@ from deskside.utils import files
 from deskside.utils.errors import RunError, UsageError
 from deskside.weights.hf import load_hf, save_hf
 from deskside.weights.hf_config import from_hf_config, to_hf_config
+from deskside.weights.load import load_model
 from tests.export.test_hf_parity import CASES, GPT2, MOE, TINY, batch, random_model
 
 transformers = pytest.importorskip("transformers")
@@ -238,6 +239,21 @@ def test_auto_classes_just_work(case: str, tmp_path: Path) -> None:
     assert tokenizer("a<|endoftext|>b")["input_ids"][1] == end
     written = theirs.generate(**tokenizer("the", return_tensors="pt"), max_new_tokens=3)
     assert written.shape[1] >= 2
+
+
+@pytest.mark.parametrize(("bos", "expected"), [("Q", "Q"), (None, "<|endoftext|>")])
+def test_the_begin_token_is_that_of_the_tokenizer(bos: Any, expected: str, tmp_path: Path) -> None:
+    """Q is in the vocabulary, but not among the added tokens. Without a begin token, a text follows an end."""
+    file = tokenizer_file(tmp_path / "tokenizer")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": "<|endoftext|>"}
+    (file.parent / "tokenizer_config.json").write_text(json.dumps(settings))
+    model = random_model(vocab_size=300)
+    out = save_hf(model, model.config, file.parent, tmp_path / "hf")
+    begin = Tokenizer.from_file(str(file)).token_to_id(expected)
+    assert transformers.AutoTokenizer.from_pretrained(out).bos_token_id == (None if bos is None else begin)
+    for name in ("config.json", "generation_config.json"):
+        assert json.loads((out / name).read_text())["bos_token_id"] == begin
+    assert load_model(out).start_token == begin
 
 
 def test_chat_template_comes_along(tmp_path: Path) -> None:
