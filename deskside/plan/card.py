@@ -74,6 +74,11 @@ def find_card(q: PlanQuestion, device: str) -> tuple[PlanCard, list[probe_store.
     machine = probe_store.this_cpu() if device == "cpu" else probe_store.this_machine()
     if device == "cuda" and machine.device == "cpu":
         raise UsageError("--compute.device: cuda is set, but this machine has no GPU; name a card with --gpu")
+    if q.gpus > max(1, machine.gpus):
+        raise UsageError(
+            f"--gpus: {q.gpus} are more than the {machine.gpus} of this machine (CUDA_VISIBLE_DEVICES can hide some); "
+            "to plan for another machine, name its card with --gpu"
+        )
     gpu_here = gpus.find_device(machine.card, machine.memory_bytes) if machine.device == "cuda" else None
     notes = []
     memory, source = machine.memory_bytes, "measured: reported by this machine"

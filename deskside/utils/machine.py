@@ -45,6 +45,7 @@ class Machine:
         code: deskside's version and a digest of the code of a training step and of its checks.
         free_bytes: Free memory of the GPU at the time of the query; None for a CPU. Not part of the key, and ignored
             in comparisons, because it changes constantly.
+        gpus: How many GPUs this process may use; 0 for a CPU. Not part of the key either.
     """
 
     card: str
@@ -58,6 +59,7 @@ class Machine:
     triton: str | None
     code: str
     free_bytes: int | None = field(default=None, compare=False)
+    gpus: int = field(default=0, compare=False)
 
     def key(self) -> dict[str, Any]:
         """Return the part of a measurement's key that identifies the machine, as a JSON object."""
@@ -76,9 +78,9 @@ def this_machine() -> Machine:
     gpu = _first_gpu() if cuda else None
     if gpu is None:
         return this_cpu()
-    card, (memory, free), driver, watts = gpu
+    card, (memory, free), driver, watts, count = gpu
     triton = package_version("triton")
-    return Machine(card, "cuda", memory, 0, driver, watts, torch, cuda, triton, code_version(), free)
+    return Machine(card, "cuda", memory, 0, driver, watts, torch, cuda, triton, code_version(), free, count)
 
 
 def this_cpu() -> Machine:
@@ -119,8 +121,11 @@ def package_version(package: str) -> str | None:
     return None
 
 
-def _first_gpu() -> tuple[str, tuple[int, int], str, int | None] | None:
-    """Return (name, (usable bytes, free bytes), driver, power limit in watts) of cuda:0, None if no GPU is visible."""
+def _first_gpu() -> tuple[str, tuple[int, int], str, int | None, int] | None:
+    """Return (name, (usable bytes, free bytes), driver, power limit in watts) of cuda:0, and how many are visible.
+
+    None if there are none.
+    """
     visible_devices = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible_devices is not None and visible_devices.split(",")[0].strip() in ("", "-1"):
         return None
@@ -140,7 +145,8 @@ def _first_gpu() -> tuple[str, tuple[int, int], str, int | None] | None:
             return None
         handle = _first_handle(pynvml, visible_devices, count)
         driver, name = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlDeviceGetName(handle)
-        return name, _usable_and_free_bytes(pynvml, handle), driver, _power_limit(pynvml, handle)
+        visible = len(visible_devices.split(",")) if visible_devices else count
+        return name, _usable_and_free_bytes(pynvml, handle), driver, _power_limit(pynvml, handle), visible
     except pynvml.NVMLError as error:
         raise RunError(
             f"the GPU cannot be identified: NVML reports {error}; check that nvidia-smi works"

@@ -82,6 +82,18 @@ def test_measured_here_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (asked.setup_seconds, asked.measured_watts) == (33.0, 430.0)
 
 
+@pytest.mark.parametrize("gpus", [0, 1, 2])
+def test_more_gpus_than_here_are_refused(gpus: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    of = replace(machine(), gpus=gpus) if gpus else CPU
+    monkeypatch.setattr(probe_store, "this_machine", lambda: of)
+    folder = store(tmp_path, point(machine()))
+    with pytest.raises(UsageError, match=f"--gpus: 3 are more than the {gpus} "):
+        ask(here=True, hours=24, probes=folder, gpus=3)
+    assert ask(gpu="rtx4090", hours=24, probes=folder, gpus=3).gpus == 3
+    if gpus:
+        assert ask(here=True, hours=24, probes=folder, gpus=gpus).gpus == gpus
+
+
 @pytest.mark.parametrize(("used_mib", "told"), [(0, False), (200, False), (1536, True)])
 def test_here_only_what_is_free_is_planned_with(
     used_mib: int, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

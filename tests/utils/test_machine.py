@@ -103,6 +103,16 @@ def test_a_card(cuda: pytest.MonkeyPatch) -> None:
     assert (machine.torch, machine.cuda, machine.cores) == ("2.11.0+cu128", "12.8", 0)
 
 
+@pytest.mark.parametrize(("visible", "count"), [(None, 3), ("", 0), ("0", 1), ("2,0", 2)])
+def test_gpus_that_are_hidden_are_not_counted(
+    cuda: pytest.MonkeyPatch, visible: str | None, count: int
+) -> None:
+    use(cuda, Nvml(ONE * 3))
+    if visible is not None:
+        cuda.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert identity.this_machine().gpus == count
+
+
 def test_a_run_on_the_cpu_of_a_machine_with_a_card(cuda: pytest.MonkeyPatch) -> None:
     use(cuda, Nvml(ONE))
     machine = identity.this_cpu()
