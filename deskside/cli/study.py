@@ -196,9 +196,9 @@ def _requested_study(
             )
         defining = [f"--{key.replace('_', '-')}" for key in DEFINING_OPTIONS if getattr(options, key)]
         defining += [f"--{part}" for part in given]
-        if defining and options.resume:
+        if defining and (options.resume or options.dry_run):
             raise UsageError(
-                f"{defining[0]}: a resumed study keeps its definition; leave it out, or start another study with --out"
+                f"{defining[0]}: a begun study keeps its definition; leave it out, or start another study with --out"
             )
         return None, folder
     if directory is not None:

@@ -182,7 +182,8 @@ def test_a_recorded_study_takes_no_other_options(here: Path, capsys: pytest.Capt
         (["--tokens-per-arm", "1M"], "--tokens-per-arm"),
         (["--optim.lr", "0.1"], "--optim"),
     ):
-        assert refused(["s", "--resume", *argv], capsys).startswith(f"{option}: ")
+        for how in ("--resume", "--dry-run"):
+            assert refused(["s", how, *argv], capsys).startswith(f"{option}: ")
     assert "begun with 2, not 1; give as many or more" in refused(["s", "--resume", "--seeds", "1"], capsys)
 
 
