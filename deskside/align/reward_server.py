@@ -8,7 +8,7 @@ The request is a POST of JSON, the answer a JSON list with a number for each com
 `columns` has the field `answer` of the records, and those that align.columns names. A server that cannot be reached, is
 too slow, or says that it is busy (429) or failed (5xx), is asked again a few times, each time after a longer pause.
 Then the run saves a checkpoint and ends, so that it can be resumed when the server is back. An answer of another form,
-or a refusal (4xx), ends it at once.
+a refusal (4xx) or a redirect (3xx) ends it at once.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import urljoin, urlsplit
 
 from deskside.utils.errors import OutsideError, UsageError, describe_error
 from deskside.utils.parsing import Unreadable, json_value
@@ -41,6 +41,13 @@ class RewardCase(NamedTuple):
     completion: str
     answer: str
     columns: Mapping[str, Any] = NO_COLUMNS
+
+
+class _NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Makes a redirect an error. urllib would ask the other address without the answers, by GET."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
 
 
 class RewardServer:
@@ -86,13 +93,20 @@ class RewardServer:
         request = urllib.request.Request(
             self.url, body, {"Content-Type": "application/json", "Accept": "application/json"}
         )
+        opener = urllib.request.build_opener(_NoRedirects)
         why = ""
         for pause in (*PAUSES, None):
             deadline = time.monotonic() + self.timeout
             try:
-                with urllib.request.urlopen(request, timeout=self.timeout) as response:
+                with opener.open(request, timeout=self.timeout) as response:
                     return _read(response, deadline)
             except urllib.error.HTTPError as error:
+                if error.code < 400 and (other := error.headers.get("Location")):
+                    other = "".join(urljoin(self.url, other).split())[:200]
+                    raise OutsideError(
+                        f"reward server {self.url}: redirects to another address (status {error.code}); use "
+                        f"--align.reward {other} if it is right"
+                    ) from None
                 said = ""
                 with contextlib.suppress(OSError, http.client.HTTPException):  # the status says enough
                     said = error.read(200).decode("utf-8", "replace").strip()

@@ -101,6 +101,24 @@ def test_a_busy_server_is_asked_again(status: int, server: Server) -> None:
     assert len(server.requests) == 3 + 4
 
 
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_a_redirect_is_refused_with_the_other_address(
+    status: int, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def redirect(handler: BaseHTTPRequestHandler) -> None:
+        server.requests.append({})
+        handler.send_response(status)
+        handler.send_header("Location", "/score/")
+        handler.send_header("Content-Length", "0")
+        handler.end_headers()
+
+    monkeypatch.setattr(server.server.RequestHandlerClass, "do_POST", redirect)
+    with pytest.raises(OutsideError) as raised:
+        RewardServer(server.url, 5).compute_all(CASES)
+    assert f"align.reward {server.url}/ " in str(raised.value) and "\n" not in str(raised.value)
+    assert len(server.requests) == 1
+
+
 def test_a_slow_server_is_given_up(server: Server) -> None:
     wake = threading.Event()
     server.answer = lambda body: (200, b"[1, 1]" if wake.wait(20) else b"")
