@@ -29,10 +29,12 @@ RUN, TRIAL, STUDY, SEARCH = "run", "trial", "study", "search"
 MFU_HELP = "model FLOPs utilization; of a study, its best arm; not of a CPU, whose peak is not known well"
 SPARKLINE_POINTS = 32
 SPARKLINE_SKIPPED = 0.05  # the first losses would flatten the rest of the line
-# Results of objectives that have no bits per byte: (key in summary.json, how the table says it).
+# Results of objectives that have no bits per byte: (key in summary.json, how the table says it). The first counts.
 OBJECTIVE_RESULTS = (
     ("val_accuracy", lambda share: f"{percent(share, 1)} of held-out pairs"),
     ("val_reward", lambda reward: f"mean reward {reward:.3f}"),
+    ("val_margin", lambda margin: f"held-out margin {margin:.3f}"),  # KTO, with good and bad answers held out
+    ("val_loss", lambda loss: f"held-out loss {loss:.4f}"),
 )
 
 
@@ -146,7 +148,7 @@ def _details(record: RunRecord) -> list[str]:
     ]
     precision = record.precision + (" emulated" if record.emulated else "")
     parts = [
-        *results,
+        *([] if "val_bpb" in record.summary else results[:1]),
         f"{count(total)} parameters" if total else "",
         precision,
         machine_name(record.environment, ""),

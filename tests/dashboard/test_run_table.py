@@ -58,6 +58,25 @@ def test_the_best_of_a_run_that_overfits_is_not_its_last(tmp_path: Path) -> None
     assert (row.bpb, row.last_bpb) == (1.4, 1.4) and not run_details.last_bpb_note(row)
 
 
+@pytest.mark.parametrize(
+    ("result", "words"),
+    [
+        ({"val_accuracy": 0.25, "val_margin": 0.1, "val_loss": 0.4}, "25.0 % of held-out pairs"),
+        ({"val_reward": 0.5}, "mean reward 0.500"),
+        ({"val_margin": 0.1, "val_kl": 0.2, "val_loss": 0.4}, "held-out margin 0.100"),  # KTO
+        ({"val_kl": 0.2, "val_loss": 0.4}, "held-out loss 0.4000"),  # KTO with held-out answers of one kind
+        ({"val_bpb": 1.1, "val_loss": 0.4}, ""),  # in its own column
+    ],
+)
+def test_a_run_without_bits_per_byte_has_the_result_of_its_objective(
+    result: dict[str, float], words: str, tmp_path: Path
+) -> None:
+    made_up.run(tmp_path / "a")
+    (tmp_path / "a/summary.json").write_text(json.dumps({"status": "finished", **result}))
+    first, *_ = rows(tmp_path)["a"].details.split(" · ")
+    assert first == words or (not words and "held-out" not in first)
+
+
 def test_a_cpu_has_no_utilization(tmp_path: Path) -> None:
     made_up.run(tmp_path / "a", mfu=1.05)
     assert rows(tmp_path)["a"].mfu == 1.05
