@@ -15,6 +15,7 @@ from deskside.data.reading.rows import PackedDataset
 from deskside.train.next_token import NextToken, language_metrics
 from deskside.train.objective import Evaluation, Session
 from deskside.utils.errors import UsageError
+from deskside.utils.format import plural
 
 
 class Sft(AlignObjective, NextToken):
@@ -41,9 +42,8 @@ class Sft(AlignObjective, NextToken):
             truncation, length = dataset.truncation, dataset.sequence_length
             if truncation.shortened or truncation.left_out:
                 session.say(
-                    f"{dataset.split}: {truncation.shortened:,} conversations are longer than a row of {length} tokens "
-                    f"and are truncated; {truncation.left_out:,} are left out, because nothing in their first "
-                    f"{length} tokens is learned"
+                    f"{dataset.split}: {plural(truncation.shortened, 'conversation')} truncated to a row of {length} "
+                    f"tokens; {truncation.left_out:,} left out, because nothing in the first {length} tokens is learned"
                 )
         self.sample_before(session)
 

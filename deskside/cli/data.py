@@ -246,7 +246,7 @@ def _verify(options: VerifyOptions) -> int:
         for file, problem in report.damaged.items():
             print(f"{file}: {problem}", file=sys.stderr)
         raise_if_damaged(options.directory, report.damaged)
-    print(f"{report.directory}: {report.shards} shards, {report.gib:.2f} GiB, all checksums match")
+    print(f"{report.directory}: {plural(report.shards, 'shard')}, {report.gib:.2f} GiB, all checksums match")
     return 0
 
 

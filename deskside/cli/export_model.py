@@ -22,6 +22,7 @@ from deskside.export.push import check_push, push
 from deskside.run.record import mapping
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.format import plural
 from deskside.utils.progress import ProgressBar
 from deskside.weights.hf import check_out_dir, save_hf
 from deskside.weights.load import Loaded, load_model, warn_if_unfinished
@@ -121,8 +122,8 @@ def _gguf(options: ExportOptions, loaded: Loaded, out: Path, provenance: dict[st
     if saved.fallback:
         kind, size = ("float16", 32) if options.dtype == "q8_0" else ("larger types", BLOCK)
         say(
-            f"{len(saved.fallback)} tensors are in {kind}, such as {saved.fallback[0]}: {options.dtype} has blocks of "
-            f"{size} values, and their row lengths are not multiples of {size}"
+            f"{plural(len(saved.fallback), 'tensor')} in {kind}, such as {saved.fallback[0]}: {options.dtype} has "
+            f"blocks of {size} values, and the row length is not a multiple of {size}"
         )
     say(f"load it with: llama-server -m {shlex.quote(str(saved.file))}" + (f" ({needs})" if needs else ""))
     say(f"or: ollama create {plain_name(loaded.name).lower()} -f {shlex.quote(str(out / MODELFILE))}")

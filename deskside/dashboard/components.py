@@ -12,6 +12,7 @@ from deskside.report import study_text
 from deskside.run.expert_load import layer_with_differences, load_by_language, newest_load, relative
 from deskside.run.record import RunRecord, number
 from deskside.study.metrics import metric_named
+from deskside.utils.format import plural
 
 
 def chart(figure: plotly_charts.go.Figure, key: str, alt: str) -> None:
@@ -103,7 +104,7 @@ def metric_charts(
     if figure is None:
         st.info(f"{metric.label}: {study_text.NOT_MEASURED}. {sentence(metric.about)}")
     else:
-        chart(figure, key, f"{metric.heading} of {len(results.arms)} arms")
+        chart(figure, key, f"{metric.heading} of {plural(len(results.arms), 'arm')}")
         missing = tables.not_measured(results.arms, key)
         st.caption(f"{seeds_note(selection, key)} {sentence(metric.about)} {note}{missing}")
     figure = study_charts.forest(results, key)

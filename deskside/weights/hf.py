@@ -29,6 +29,7 @@ from deskside.utils import files as folders
 from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import fingerprint
+from deskside.utils.format import plural
 from deskside.utils.parsing import read_json_object
 from deskside.weights.hf_config import from_hf_config, text_part, to_hf_config
 from deskside.weights.hf_families import family_of
@@ -203,7 +204,9 @@ def load_hf(
         stored = _StoredTensors(folder, family, stack)
         if text_source is not source:
             left_out = stored.keep_part("language_model.")
-            say(f"{folder}: only its text model is loaded; {left_out} tensors of other parts are left out")
+            say(
+                f"{folder}: only its text model is loaded, without {plural(left_out, 'tensor')} of other parts"
+            )
         if config.tie_word_embeddings and stored.has_own_head():
             say(
                 f"{folder}: its output head differs from its embedding, so they are not tied, whatever its config.json "
@@ -216,7 +219,7 @@ def load_hf(
         extra = stored.unread(tied=config.tie_word_embeddings)
     if extra:
         raise UsageError(
-            f"{folder}: has {len(extra)} tensors that this architecture does not have, such as {extra[0]}"
+            f"{folder}: has {plural(len(extra), 'tensor')} that this architecture does not have, such as {extra[0]}"
         )
     return config, model
 

@@ -81,7 +81,7 @@ def test_q8_0_reports_tensors_in_float16(
     assert run_export([str(made.path), "--to", "gguf", "--dtype", "q8_0", "--out", str(out)]) == 0
     output = capsys.readouterr()
     assert output.out == f"{out / 'small-Q8_0.gguf'}\n"
-    assert "2 tensors are in float16, such as blk.0.ffn_down.weight" in output.err  # the MLP is 48 wide
+    assert "2 tensors in float16, such as blk.0.ffn_down.weight" in output.err  # the MLP is 48 wide
     assert f"llama-server -m {out / 'small-Q8_0.gguf'}" in output.err
     # A new export replaces only files that the program itself has written.
     assert run_export([str(made.path), "--to", "gguf", "--out", str(out)]) == 0

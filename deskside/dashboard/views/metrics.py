@@ -13,6 +13,7 @@ from deskside.run.record import RunRecord, mapping, number
 from deskside.study.metrics import QUALITY, metric_named
 from deskside.study.results import Arm
 from deskside.utils.errors import UsageError
+from deskside.utils.format import plural
 
 MAX_CURVES = 6
 METRIC_KEYS = (
@@ -84,7 +85,11 @@ def _draw_lines(selection: StudySelection, arms: list[Arm], x_axis: str) -> None
     if figure is None:
         st.info("No trial of these arms has a curve yet.")
         return
-    chart(figure, "curves", f"{y_key} against {x_axis} of {len(arms)} arms and {len(running)} running trials")
+    chart(
+        figure,
+        "curves",
+        f"{y_key} against {x_axis} of {plural(len(arms), 'arm')} and {plural(len(running), 'running trial')}",
+    )
     smooth = " Training losses are running medians." if y_key == "loss" else ""
     live = " Trials that are running have lines of their own." if running else ""
     st.caption(

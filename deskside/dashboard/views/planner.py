@@ -35,7 +35,7 @@ from deskside.plan.what_fits import HOURS, FitRow, what_fits
 from deskside.study.results import Results
 from deskside.utils.console import command_lines
 from deskside.utils.errors import RunError, UsageError
-from deskside.utils.format import count, dollars, duration, gib, number, percent
+from deskside.utils.format import count, dollars, duration, gib, number, percent, plural
 
 THIS_MACHINE = "this machine"
 SEARCH_MODEL = "the best for the budget"
@@ -236,7 +236,7 @@ def _draw_accuracy(context: Context) -> None:
     rerun_when_changed(lambda: _predictions(context)[0])
     predictions, studies, others = _predictions(context)
     if others > 0:
-        st.caption(f"Of the runs, the last {MAX_RUNS} by name are read; {others:,} others are not.")
+        st.caption(f"Of the runs, the last {MAX_RUNS} by name are read, without {plural(others, 'other')}.")
     found = accuracies(predictions)
     if not found:
         st.caption("No run here has both a prediction and a measurement yet. `deskside go` records both.")

@@ -147,7 +147,7 @@ def _draw_what_mattered(outcome: Outcome) -> None:
             chart(
                 search_charts.slice_chart(data, outcome.winner),
                 f"search-slice-{data.key}",
-                f"bits per byte of {len(data.x)} trials by {data.key}",
+                f"bits per byte of {plural(len(data.x), 'trial')} by {data.key}",
             )
     st.caption(
         "Blue square: the default; orange diamond: the best trial. The other settings of a trial differ too."

@@ -9,6 +9,7 @@ from deskside.dashboard.sidebar import Context
 from deskside.report import study_text
 from deskside.study.metrics import metric_named
 from deskside.study.results import Arm, Factor, Results
+from deskside.utils.format import plural
 
 AXIS_KEYS = {
     "speed and quality": ("tokens_per_second", "val_bpb"),
@@ -50,7 +51,7 @@ def show(context: Context) -> None:
         st.info(f"{' and '.join(missing) or choice}: {study_text.NOT_MEASURED} for these arms.")
         return
     with st.container(key="trade-off"):
-        chart(figure, choice.replace(" ", "-"), f"{choice} of {len(results.arms)} arms")
+        chart(figure, choice.replace(" ", "-"), f"{choice} of {plural(len(results.arms), 'arm')}")
         st.html(trade_off_chart.screen_style(figure, "trade-off") + trade_off_chart.number_list(figure))
     st.caption(" ".join([seeds_note(selection, y_key), *_legend_notes(results, x_key, y_key)]))
     st.dataframe(_table(results, x_key, y_key), hide_index=True, width="stretch")

@@ -400,8 +400,8 @@ def describe_data(index: DatasetIndex, say: Callable[[str], None]) -> None:
         say("formats: " + ", ".join(f"{n:,} x {name}" for name, n in sorted(index.chat.formats.items())))
     if index.chat.rewritten:
         say(
-            f"{index.chat.rewritten:,} conversations keep every turn as the model generates it; the chat template "
-            "would rewrite earlier turns, for example without their reasoning"
+            f"every turn is kept as the model generates it; in {plural(index.chat.rewritten, 'conversation')}, the "
+            "chat template would rewrite earlier turns, for example without their reasoning"
         )
     if index.chat.unlearnt_turns:
         say(f"not learned: {index.chat.unlearnt_turns:,} of the assistant's turns")
@@ -409,4 +409,4 @@ def describe_data(index: DatasetIndex, say: Callable[[str], None]) -> None:
         for reason, left in reasons.items():
             say(f"left out: {left['count']:,} x {reason}, first {left['first'][0]}")
     if index.duplicates_of_validation:
-        say(f"left out: {index.duplicates_of_validation:,} copies of held-out conversations")
+        say(f"left out: {plural(index.duplicates_of_validation, 'copy')} of held-out conversations")

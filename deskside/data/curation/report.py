@@ -7,6 +7,7 @@ from typing import Any
 
 from deskside.data.curation.state import WrittenBatch
 from deskside.data.curation.worker import KEPT
+from deskside.utils.format import plural
 from deskside.utils.parsing import json_value
 
 REPORT = "report.json"
@@ -95,7 +96,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     if ignored := report["ignored_files"]:
         lines += [
             "",
-            f"Not read: {ignored['count']:,} files of other types, first {_cell(ignored['first'][0])}.",
+            f"Not read: {plural(ignored['count'], 'file')} of other types, first {_cell(ignored['first'][0])}.",
         ]
     for reason, few in sorted(report["samples"].items()):
         lines += ["", f"## Removed: {reason}", ""]

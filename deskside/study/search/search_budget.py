@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from deskside.study.search.search_folder import confirmation_rounds
 from deskside.utils.errors import UsageError
-from deskside.utils.format import duration
+from deskside.utils.format import duration, plural
 
 WHOLE_TRIALS = 24  # trials that should fit; successive halving makes about twice as many of them
 FEWEST_WHOLE_TRIALS = 4
@@ -69,6 +69,6 @@ def divide(
         needed = confirm + FEWEST_WHOLE_TRIALS * (trial + setup) / devices
         raise UsageError(
             f"--hours: {duration(seconds)} are too short for trials of {duration(trial)} and their confirmation with "
-            f"{seeds} seeds; give --hours {needed / 3600:.2g} or more, or a shorter --minutes-per-trial"
+            f"{plural(seeds, 'seed')}; give --hours {needed / 3600:.2g} or more, or a shorter --minutes-per-trial"
         )
     return Division(target, trial, at_target, confirm, whole)

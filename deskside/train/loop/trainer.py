@@ -36,6 +36,7 @@ from deskside.train.loop.stage_work import StageWork
 from deskside.train.loop.step import DeviceEvent, StepMetrics, Stepper
 from deskside.train.objective import Batches
 from deskside.utils.errors import OutsideError, RunError
+from deskside.utils.format import plural
 from deskside.utils.signals import StopSignal
 
 OVERFITTING = "overfitting"  # reason of the last revision of a run that ends early
@@ -254,7 +255,7 @@ class Trainer:
         rollbacks, rows = self.progress.rollbacks + 1, self.progress.rows
         if rollbacks > self.config.guard.max_rollbacks:
             raise Diverged(
-                f"{why}, and the run was rolled back {self.config.guard.max_rollbacks} times already; "
+                f"{why}, and the run was rolled back {plural(self.config.guard.max_rollbacks, 'time')} already; "
                 f"lower the learning rate (--optim.lr) or check the data near step {self.progress.step}"
             )
         self.progress = self.checkpointer.roll_back()
@@ -335,7 +336,7 @@ class Trainer:
             self.log.event(f"step {row['step']} skipped: {why_skipped}")
             self._explain_early_spike(row["step"], norm)
         if self.stepper.guard.too_many_skips:
-            raise TooManySkips(f"{self.config.guard.max_skips} steps in a row had to be skipped")
+            raise TooManySkips(f"{plural(self.config.guard.max_skips, 'step')} in a row had to be skipped")
         row |= {"seconds": self.clock.seconds(), "loss": loss, "grad_norm": norm}
         row |= {"skipped": skipped, "tokens_per_second": tokens_per_second}
         row |= self.stepper.objective.metrics(step.metrics.metric_sums(), step.metrics.count)

@@ -34,6 +34,7 @@ from deskside.train.loop.trainer import TrainProgress
 from deskside.train.parallel import local_processes
 from deskside.train.state.staging import Staging
 from deskside.utils.errors import RunError, UsageError
+from deskside.utils.format import plural
 from deskside.utils.host_memory import usable_bytes
 from deskside.weights import checkpoint as files
 from deskside.weights.checkpoint import Tensors, load_weights
@@ -249,8 +250,8 @@ class Checkpointer:
         if checkpoint is None:
             if steps := max((row["step"] for row in self.run.read_metrics()), default=0):
                 raise RunError(
-                    f"{self.run.checkpoints}: contains no checkpoint, but {self.run.metrics.name} has {steps} steps; "
-                    "restore the checkpoints, or start a new run"
+                    f"{self.run.checkpoints}: contains no checkpoint, but {self.run.metrics.name} has "
+                    f"{plural(steps, 'step')}; restore the checkpoints, or start a new run"
                 )
             return None
         state = _read_state(checkpoint)

@@ -15,6 +15,7 @@ from deskside.ops.logical import logical_tensors
 from deskside.run.directory import RunDirectory, resolve_path
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.files import write_atomically
+from deskside.utils.format import plural
 from deskside.weights.checkpoint import load_weights
 from deskside.weights.load import Loaded, load_base, load_model
 from deskside.weights.peft_adapters import PeftAdapters
@@ -103,8 +104,9 @@ class InitialWeights:
         different = [token for token, id in vocabulary.items() if self.vocabulary.get(token) != id]
         if different:
             raise UsageError(
-                f"--init {self.source}: has a different tokenizer from {data} ({len(different)} tokens differ); "
-                f"prepare the data with its tokenizer: deskside data prepare ... --tokenizer {self.source}"
+                f"--init {self.source}: has a different tokenizer from {data} (in "
+                f"{plural(len(different), 'token')}); prepare the data with its tokenizer: deskside data prepare ... "
+                f"--tokenizer {self.source}"
             )
 
 

@@ -457,7 +457,7 @@ def test_weights_of_another_tokenizer_are_refused(data: Path, tmp_path: Path) ->
         second: initial.vocabulary[first],
     }
     with pytest.raises(
-        UsageError, match=r"a different tokenizer .* \(2 tokens differ\); prepare the data with it"
+        UsageError, match=r"a different tokenizer .* \(in 2 tokens\); prepare the data with it"
     ):
         tiny_run.train(tmp_path, tiny_run.config(data), initial=replace(initial, vocabulary=swapped))
 
