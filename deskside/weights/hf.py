@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from deskside.config.model import ModelConfig
+from deskside.data.chat.renderer import TEMPLATE, TOOL_TEMPLATE, read_chat_template
 from deskside.data.tokenizer import end_of_text, special_token_id
 from deskside.data.tokenizer import load as load_tokenizer
 from deskside.model.init import allocate
@@ -354,6 +355,8 @@ def _write_tokenizer(source: Path, folder: Path, config: ModelConfig) -> dict[st
     for extra in TOKENIZER_EXTRAS:
         if (file.parent / extra).exists():
             shutil.copyfile(file.parent / extra, folder / extra)
+    if (file.parent / TOOL_TEMPLATE).exists() and (template := read_chat_template(file.parent)) is not None:
+        (folder / TEMPLATE).write_text(template, encoding="utf-8")  # with that for tools
     if not (folder / "tokenizer_config.json").exists():
         settings = {
             "tokenizer_class": "PreTrainedTokenizerFast",

@@ -261,10 +261,15 @@ def test_chat_template_comes_along(tmp_path: Path) -> None:
     (file.parent / "chat_template.jinja").write_text(
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     )
+    (file.parent / "additional_chat_templates").mkdir()
+    (file.parent / "additional_chat_templates/tool_use.jinja").write_text("{{ tools | length }} tools")
     model = random_model(vocab_size=300)
     out = save_hf(model, model.config, file.parent, tmp_path / "hf")
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "[user]hi"
+    talk = [{"role": "user", "content": "hi"}]
+    assert tokenizer.apply_chat_template(talk, tokenize=False) == "[user]hi"
+    tool = {"type": "function", "function": {"name": "f"}}
+    assert tokenizer.apply_chat_template(talk, tools=[tool], tokenize=False) == "1 tools"
 
 
 def test_bad_tokenizers_are_named(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from deskside.data.tokenizer import named_token, read_config
 from deskside.utils.errors import RunError, UsageError, describe_error, first_line
 
 TEMPLATE = "chat_template.jinja"
+TOOL_TEMPLATE = "additional_chat_templates/tool_use.jinja"  # where transformers saves the one named tool_use
 # One template of two. The empty texts keep the white space of both, which a block beside it would take.
 _WITH_AND_WITHOUT_TOOLS = (
     "{{% if tools %}}{{{{ '' }}}}{}{{{{ '' }}}}{{% else %}}{{{{ '' }}}}{}{{{{ '' }}}}{{% endif %}}"
@@ -219,23 +220,28 @@ def encode_plain(encoder: Encoder, text: str, special: Mapping[int, str]) -> lis
 
 
 def read_chat_template(folder: Path) -> str | None:
-    """Return the chat template of a tokenizer's folder, from its own file or tokenizer_config.json, or None.
+    """Return the chat template of a tokenizer's folder, from its own files or tokenizer_config.json, or None.
 
     Of named templates, `tool_use` writes conversations with tools, and `default` others, as in transformers.
     Raises RunError for a damaged file.
     """
-    file = folder / TEMPLATE
-    if file.is_file():
-        try:
-            return file.read_text("utf-8")
-        except UnicodeDecodeError:
-            raise RunError(f"{file}: is not UTF-8; save it as UTF-8") from None
-    template = read_config(folder).get("chat_template")
+    template: object = _read_template(folder / TEMPLATE)
+    with_tools: object = _read_template(folder / TOOL_TEMPLATE)
+    if template is None:
+        template = read_config(folder).get("chat_template")
     if isinstance(template, list):  # several templates with names
         by_name = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}
         template = by_name.get("default") or next(iter(by_name.values()), None)
-        if isinstance(template, str) and isinstance(with_tools := by_name.get("tool_use"), str):
-            template = _WITH_AND_WITHOUT_TOOLS.format(
-                *(text.removesuffix("\n") for text in (with_tools, template))
-            )
-    return template if isinstance(template, str) else None
+        with_tools = by_name.get("tool_use")
+    if not isinstance(template, str):
+        return None
+    if not isinstance(with_tools, str):
+        return template
+    return _WITH_AND_WITHOUT_TOOLS.format(*(text.removesuffix("\n") for text in (with_tools, template)))
+
+
+def _read_template(file: Path) -> str | None:
+    try:
+        return file.read_text("utf-8") if file.is_file() else None
+    except UnicodeDecodeError:
+        raise RunError(f"{file}: is not UTF-8; save it as UTF-8") from None

@@ -252,15 +252,20 @@ def test_damaged_files_are_named(folder: Path, tmp_path: Path, name: str, conten
         read_chat_template(tmp_path)
 
 
-def test_of_named_templates_tools_choose_that_for_tools(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("saved", [False, True])
+def test_of_named_templates_tools_choose_that_for_tools(saved: bool, folder: Path, tmp_path: Path) -> None:
     """The default template, ChatML, writes no calls. White space at the ends of both is as in transformers."""
     named = {"default": f"\n{DEFAULT_TEMPLATE} \n\n", "tool_use": f"\n{template('qwen2_5')}\n"}
     (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes())
     settings = json.loads((folder / "tokenizer_config.json").read_text())
     settings["chat_template"] = [{"name": name, "template": text} for name, text in named.items()]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    renderer = load_renderer(tmp_path)
     theirs = AutoTokenizer.from_pretrained(tmp_path)
+    if saved:  # in files of their own
+        theirs.save_pretrained(tmp_path / "saved")
+        tmp_path /= "saved"
+        assert (tmp_path / "chat_template.jinja").exists()
+    renderer = load_renderer(tmp_path)
     called = Conversation([ASK, calling(PUNE), result("sun"), SUNNY], [WEATHER])
     for conversation in (CONVERSATION, called):
         messages, tools = list(conversation.messages), list(conversation.tools) or None
