@@ -17,7 +17,6 @@ With Muon it was -0.4 to 1.1 %, because the cards also share its update.
 """
 
 from dataclasses import dataclass
-from statistics import NormalDist
 
 from deskside.budget.host import replays_passes
 from deskside.budget.shape import Shape, num_params
@@ -27,10 +26,7 @@ from deskside.budget.step_spec import StepSpec
 # Share by which the last pass is longer if float32 gradients of all weights were summed during it: the median of the
 # four cases with AdamW, divided by the share of the weights that are summed during it.
 CONTENTION = 0.032
-# Standard deviation of the speeds of cards of one kind, as a share of their mean: of two and of four H200 alone, in
-# eight cases each (docs/data/2026-11-28-scaling/first, 2026-11-29-scaling): 1.43 %, divided by 0.94, as so few cards
-# underestimate it.
-CARD_SPREAD = 0.015
+SLOWEST_CARD = 0.012  # share by which the slower of two H200 was slower than their mean; all wait for it
 BUCKET_WEIGHTS = 2**22  # gradients of at least this many weights are summed alone, in place; a test compares
 # Buckets whose memory is in use at once, if gradients are sent in another format than their own.
 IN_FLIGHT = 3
@@ -77,15 +73,6 @@ def contention(s: Sizes, sent: Exchange) -> float:
     """Return the share by which the last pass is longer because gradients are summed during it."""
     everything = 8.0 * (s.gpus - 1) / s.gpus * num_params(s.shape)
     return CONTENTION * sent.in_backward / everything
-
-
-def slowest_card(gpus: int) -> float:
-    """Return the share by which the slowest of several cards is expected to be slower than their mean.
-
-    All wait for it. The smallest of normal draws is expected 0.59 standard deviations below their mean for 2, 1.05 for
-    4 and 1.43 for 8, by Blom's approximation (Statistical Estimates and Transformed Beta-Variables, 1958; within 5 %).
-    """
-    return CARD_SPREAD * NormalDist().inv_cdf((gpus - 0.375) / (gpus + 0.25))
 
 
 def bucket_bytes(s: Sizes, trained: float) -> float:

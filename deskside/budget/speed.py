@@ -28,7 +28,7 @@ from deskside.budget.host import HOST_BOUND, HostTimes, host_seconds, overlapped
 from deskside.budget.host_memory import host_gradient_bytes, offloaded_activation_bytes
 from deskside.budget.operators.operator import DELAYS, PRODUCTS, TRAFFIC, Operator
 from deskside.budget.operators.step import step_operators
-from deskside.budget.replicas import contention, exchange, slowest_card
+from deskside.budget.replicas import SLOWEST_CARD, contention, exchange
 from deskside.budget.shape import Shape
 from deskside.budget.sizes import Sizes
 from deskside.budget.states import state_bytes, trained_weights
@@ -281,7 +281,7 @@ def replica_overhead(shape: Shape, spec: StepSpec, rates: Rates, seconds: Mappin
     computing = sum(
         value for item, value in seconds.items() if item not in ("communication", "offload", "host")
     )
-    return beyond + contention(sizes, sent) * one_pass + slowest_card(spec.gpus) * computing
+    return beyond + contention(sizes, sent) * one_pass + SLOWEST_CARD * computing
 
 
 def tokens_per_second(shape: Shape, spec: StepSpec, rates: Rates) -> float:
