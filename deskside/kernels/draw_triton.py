@@ -132,7 +132,7 @@ def _draw_from_piece(  # type: ignore[no-untyped-def]
     firsts = tl.load(FIRST + row * pieces + other, other < pieces, V)
     first = tl.min(tl.where(maxima == largest, firsts, V), axis=0)
     temperature = tl.load(FLOATS + row * floats_stride)
-    # No logit but the first reaches twice the largest probability.
+    # A greedy row: no logit reaches twice the largest probability, so only the first of the largest is kept.
     min_p = tl.where(temperature > 0, tl.load(FLOATS + row * floats_stride + 2), 2.0)
     token = piece * PIECE + tl.arange(0, PIECE)
     x = tl.load(LOGITS + row * row_stride + token, token < V, float("-inf")).to(tl.float32)
