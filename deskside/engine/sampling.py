@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from deskside.engine import counter_rng
-from deskside.kernels.decode_step import NOT_FINITE, greedy_tokens
+from deskside.kernels.decode_step import FIXED_POINT_ONE, NOT_FINITE, greedy_tokens
 from deskside.utils.errors import UsageError
 
 # Special values of a ranking width, which is otherwise a number of most probable tokens: all rows are greedy; no row
@@ -47,7 +47,6 @@ MAX_BIAS = 100.0  # either sign; OpenAI's bound, which excludes a token or makes
 TOP_LOGPROBS = 20  # maximum number of most probable tokens with log-probabilities
 WIDTHS = (64, 256, 1024, 4096)  # ranking widths; few, because each has its own CUDA graph
 SORTED_BY_KERNEL = 64  # largest width for which kernels/draw_triton.py sorts; a search is faster for more
-FIXED_POINT_ONE = 2.0**52  # probability 1 in fixed point
 
 
 @dataclass(frozen=True)
@@ -310,6 +309,7 @@ def _draw_by_kernels(
     """Return `DrawnTokens.token_B` and `sampled_logprob_B`. width: not GREEDY_ONLY."""
     from deskside.kernels.draw_triton import draw_above_threshold, draw_from_all, draw_from_ranked
 
+    assert settings.floats.is_contiguous() and settings.integers.is_contiguous()
     arguments = (logits_BV, settings.floats, settings.integers, count_B, counter_rng.DRAW)
     if width == UNRANKED:
         return draw_from_all(*arguments)

@@ -6,6 +6,7 @@ In torch these are a dozen kernels, each of which takes longer to start than to 
 import torch
 from torch import Tensor
 
+FIXED_POINT_ONE = 2.0**52  # probability 1 in fixed point, in which top_p sums
 NOT_FINITE = -1  # in place of a token, if the logits contain NaN or +inf, or only -inf
 
 

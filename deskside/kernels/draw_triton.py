@@ -31,7 +31,13 @@ PIECE = 4096  # logits per program
 ZERO_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of the type's values in float32
 NOT_FINITE = tl.constexpr(decode_step.NOT_FINITE)
 NO_KEY, NO_SHORT_KEY = tl.constexpr(-(2**63)), tl.constexpr(-(2**31))  # below those of all logits
-FIXED_POINT_ONE = tl.constexpr(2.0**52)  # probability 1 in fixed point
+FIXED_POINT_ONE = tl.constexpr(decode_step.FIXED_POINT_ONE)
+
+
+@triton.jit
+def _comparable(x):  # type: ignore[no-untyped-def]
+    """Return logits with +inf in place of NaN, and 0.0 in place of -0.0."""
+    return tl.where(x == x, x, float("inf")) + 0.0
 
 
 @triton.jit
@@ -45,6 +51,14 @@ def _key(x, token, V):  # type: ignore[no-untyped-def]
     """Return float32 logits above their tokens as int64: the larger key is more probable, see `sampling.ranked`."""
     rising = _rising(x.to(tl.int32, bitcast=True), 0x7FFFFFFF)
     return (rising.to(tl.int64) << 32) | (V - 1 - token).to(tl.int64)
+
+
+@triton.jit
+def _store(TOKEN, LOGPROB, row, largest, token, logprob):  # type: ignore[no-untyped-def]
+    """Store what was drawn from a row, unless its largest logit is not finite."""
+    finite = tl.abs(largest) < float("inf")
+    tl.store(TOKEN + row, tl.where(finite, token, NOT_FINITE).to(tl.int64))
+    tl.store(LOGPROB + row, tl.where(finite, logprob, float("nan")))
 
 
 @triton.jit
@@ -62,8 +76,7 @@ def _most_probable(  # type: ignore[no-untyped-def]
         gdc_wait()
     place = tl.arange(0, PIECE)
     token = piece * PIECE + place
-    x = tl.load(LOGITS + row * row_stride + token, token < V, 0.0).to(tl.float32)
-    x = tl.where(x == x, x, float("inf")) + 0.0  # -0.0 becomes 0.0
+    x = _comparable(tl.load(LOGITS + row * row_stride + token, token < V, 0.0).to(tl.float32))
     if TYPE.primitive_bitwidth == 16:
         rising = _rising(x.to(TYPE).to(tl.int16, bitcast=True).to(tl.int32), 0x7FFF)
         short = tl.topk(tl.where(token < V, (rising << 16) | (PIECE - 1 - place), NO_SHORT_KEY), WIDTH)
@@ -77,7 +90,7 @@ def _most_probable(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _draw_from_ranked(  # type: ignore[no-untyped-def]
-    KEYS, FLOATS, INTEGERS, COUNT, TOKEN, LOGPROB, keys, V, floats_stride, integers_stride, count_stride,
+    KEYS, FLOATS, INTEGERS, COUNT, TOKEN, LOGPROB, keys, V, count_stride,
     PURPOSE: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """KEYS: (B, keys). FLOATS, INTEGERS: of `sampling.SamplingTensors`. TOKEN: (B,) int64. LOGPROB: (B,) float32."""
@@ -90,10 +103,10 @@ def _draw_from_ranked(  # type: ignore[no-untyped-def]
     token = V - 1 - (key & 0xFFFFFFFF)
     x = _rising((key >> 32).to(tl.int32), 0x7FFFFFFF).to(tl.float32, bitcast=True)
     x = tl.where(key == NO_KEY, float("-inf"), x)
-    temperature = tl.load(FLOATS + row * floats_stride)
-    top_p = tl.load(FLOATS + row * floats_stride + 1).to(tl.float64)
-    min_p = tl.load(FLOATS + row * floats_stride + 2)
-    top_k = tl.where(temperature > 0, tl.load(INTEGERS + row * integers_stride), 1)
+    temperature = tl.load(FLOATS + 6 * row)
+    top_p = tl.load(FLOATS + 6 * row + 1).to(tl.float64)
+    min_p = tl.load(FLOATS + 6 * row + 2)
+    top_k = tl.where(temperature > 0, tl.load(INTEGERS + 2 * row), 1)
     largest = tl.max(x, axis=0)
     scaled = (x - largest) / tl.where(temperature > 0, temperature, 1.0)
     rank = tl.arange(0, WIDTH)
@@ -103,19 +116,17 @@ def _draw_from_ranked(  # type: ignore[no-untyped-def]
     keep = keep & ((tl.cumsum(share, axis=0) - share).to(tl.float64) < top_p * FIXED_POINT_ONE)
     keep = (rank == 0) | (keep & (scaled >= tl.log(min_p)))
     kept = tl.where(keep, scaled, float("-inf"))
-    stream = tl.load(INTEGERS + row * integers_stride + 1)
+    stream = tl.load(INTEGERS + 2 * row + 1)
     score = kept - tl.log(exponential(stream, tl.load(COUNT + row * count_stride), token, PURPOSE))
     winner = tl.min(tl.where(score == tl.max(score, axis=0), rank, WIDTH), axis=0)
-    finite = tl.abs(largest) < float("inf")
-    tl.store(TOKEN + row, tl.where(finite, tl.sum(tl.where(rank == winner, token, 0), axis=0), NOT_FINITE))
     logprob = tl.sum(tl.where(rank == winner, kept, 0.0), axis=0) - tl.log(tl.sum(tl.exp(kept), axis=0))
-    tl.store(LOGPROB + row, tl.where(finite, logprob, float("nan")))
+    _store(TOKEN, LOGPROB, row, largest, tl.sum(tl.where(rank == winner, token, 0), axis=0), logprob)
 
 
 @triton.jit
 def _draw_from_piece(  # type: ignore[no-untyped-def]
     LOGITS, LARGEST, FIRST, FLOATS, INTEGERS, COUNT, SCORE, TOKEN, SCALED, SUM, V,
-    row_stride, floats_stride, integers_stride, count_stride,
+    row_stride, count_stride,
     PURPOSE: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """LARGEST, FIRST: of `decode_step_triton.largest_of_pieces`. SCORE, SCALED, SUM: (B, pieces) float32; TOKEN: int32.
@@ -131,15 +142,15 @@ def _draw_from_piece(  # type: ignore[no-untyped-def]
     largest = tl.max(maxima, axis=0)
     firsts = tl.load(FIRST + row * pieces + other, other < pieces, V)
     first = tl.min(tl.where(maxima == largest, firsts, V), axis=0)
-    temperature = tl.load(FLOATS + row * floats_stride)
+    temperature = tl.load(FLOATS + 6 * row)
     # A greedy row: no logit reaches twice the largest probability, so only the first of the largest is kept.
-    min_p = tl.where(temperature > 0, tl.load(FLOATS + row * floats_stride + 2), 2.0)
+    min_p = tl.where(temperature > 0, tl.load(FLOATS + 6 * row + 2), 2.0)
     token = piece * PIECE + tl.arange(0, PIECE)
     x = tl.load(LOGITS + row * row_stride + token, token < V, float("-inf")).to(tl.float32)
     scaled = (x - largest) / tl.where(temperature > 0, temperature, 1.0)
     keep = (token == first) | (scaled >= tl.log(min_p))
     kept = tl.where(keep, scaled, float("-inf"))
-    stream = tl.load(INTEGERS + row * integers_stride + 1)
+    stream = tl.load(INTEGERS + 2 * row + 1)
     score = kept - tl.log(exponential(stream, tl.load(COUNT + row * count_stride), token, PURPOSE))
     best = tl.max(score, axis=0)
     winner = tl.min(tl.where(score == best, token, V), axis=0)
@@ -152,18 +163,8 @@ def _draw_from_piece(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _best_draw(  # type: ignore[no-untyped-def]
-    LARGEST,
-    SCORE,
-    TOKEN_OF_PIECE,
-    SCALED,
-    SUM,
-    TOKEN,
-    LOGPROB,
-    pieces,
-    V,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    LARGEST, SCORE, TOKEN_OF_PIECE, SCALED, SUM, TOKEN, LOGPROB, pieces, V, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """TOKEN: (B,) int64. LOGPROB: (B,) float32."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
@@ -176,36 +177,40 @@ def _best_draw(  # type: ignore[no-untyped-def]
     winner = tl.min(tl.where(score == tl.max(score, axis=0), token, V), axis=0)
     scaled = tl.sum(tl.where(token == winner, tl.load(SCALED + place, mask, 0.0), 0.0), axis=0)
     logprob = scaled - tl.log(tl.sum(tl.load(SUM + place, mask, 0.0), axis=0))
-    finite = tl.abs(tl.max(tl.load(LARGEST + place, mask, float("-inf")), axis=0)) < float("inf")
-    tl.store(TOKEN + row, tl.where(finite, winner, NOT_FINITE).to(tl.int64))
-    tl.store(LOGPROB + row, tl.where(finite, logprob, float("nan")))
+    largest = tl.max(tl.load(LARGEST + place, mask, float("-inf")), axis=0)
+    _store(TOKEN, LOGPROB, row, largest, winner, logprob)
 
 
 @triton.jit
 def _order(x, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Map float32 logits to integers of the same order. SHIFT: low bits that are zero in all of them."""
-    x = tl.where(x == x, x, float("inf")) + 0.0
-    return _rising(x.to(tl.int32, bitcast=True), 0x7FFFFFFF) >> SHIFT
+    return _rising(_comparable(x).to(tl.int32, bitcast=True), 0x7FFFFFFF) >> SHIFT
 
 
 @triton.jit
-def _sums(  # type: ignore[no-untyped-def]
-    ROW, V, largest, temperature, a, b, c, COUNTED: tl.constexpr, SHIFT: tl.constexpr, PIECE: tl.constexpr
+def _weights(  # type: ignore[no-untyped-def]
+    ROW, V, start, largest, temperature, COUNTED: tl.constexpr, SHIFT: tl.constexpr, PIECE: tl.constexpr
 ):
-    """Return the weights of the logits above a, b and c, and that of one logit at a. The weight is 1 if COUNTED."""
-    above_a, above_b, above_c, at_a = 0.0, 0.0, 0.0, 0.0
+    """Return `_order` of the logits of a piece, and their weights: 1 if COUNTED, else proportional to probabilities."""
+    token = start + tl.arange(0, PIECE)
+    x = tl.load(ROW + token, token < V, float("-inf")).to(tl.float32)
+    weight = tl.exp((x - largest) / temperature)
+    if COUNTED:
+        weight = tl.where(token < V, 1.0, 0.0)
+    return _order(x, SHIFT), weight
+
+
+@triton.jit
+def _above_and_at(  # type: ignore[no-untyped-def]
+    ROW, V, largest, temperature, threshold, COUNTED: tl.constexpr, SHIFT: tl.constexpr, PIECE: tl.constexpr
+):
+    """Return the sum of the weights of the logits above a threshold, and the weight of one logit at it, or 0."""
+    above, at = 0.0, 0.0
     for start in range(0, V, PIECE):
-        token = start + tl.arange(0, PIECE)
-        x = tl.load(ROW + token, token < V, float("-inf")).to(tl.float32)
-        order = _order(x, SHIFT)
-        weight = tl.exp((x - largest) / temperature)
-        if COUNTED:
-            weight = tl.where(token < V, 1.0, 0.0)
-        above_a += tl.sum(tl.where(order > a, weight, 0.0), axis=0)
-        above_b += tl.sum(tl.where(order > b, weight, 0.0), axis=0)
-        above_c += tl.sum(tl.where(order > c, weight, 0.0), axis=0)
-        at_a = tl.maximum(at_a, tl.max(tl.where(order == a, weight, 0.0), axis=0))
-    return above_a, above_b, above_c, at_a
+        order, weight = _weights(ROW, V, start, largest, temperature, COUNTED, SHIFT, PIECE)
+        above += tl.sum(tl.where(order > threshold, weight, 0.0), axis=0)
+        at = tl.maximum(at, tl.max(tl.where(order == threshold, weight, 0.0), axis=0))
+    return above, at
 
 
 @triton.jit
@@ -223,18 +228,12 @@ def _threshold(  # type: ignore[no-untyped-def]
         a = low + step
         b = tl.minimum(a + step, high - 1)
         c = tl.minimum(b + step, high - 1)
-        above_a, above_b, above_c, _ = _sums(
-            ROW,
-            V,
-            largest,
-            temperature,
-            a.to(tl.int32),
-            b.to(tl.int32),
-            c.to(tl.int32),
-            COUNTED,
-            SHIFT,
-            PIECE,
-        )
+        above_a, above_b, above_c = 0.0, 0.0, 0.0
+        for start in range(0, V, PIECE):
+            order, weight = _weights(ROW, V, start, largest, temperature, COUNTED, SHIFT, PIECE)
+            above_a += tl.sum(tl.where(order > a.to(tl.int32), weight, 0.0), axis=0)
+            above_b += tl.sum(tl.where(order > b.to(tl.int32), weight, 0.0), axis=0)
+            above_c += tl.sum(tl.where(order > c.to(tl.int32), weight, 0.0), axis=0)
         low = tl.where(above_c >= limit, c, tl.where(above_b >= limit, b, tl.where(above_a >= limit, a, low)))
         high = tl.where(above_a < limit, a, tl.where(above_b < limit, b, tl.where(above_c < limit, c, high)))
     return high.to(tl.int32)
@@ -243,7 +242,7 @@ def _threshold(  # type: ignore[no-untyped-def]
 @triton.jit
 def _draw_above_threshold(  # type: ignore[no-untyped-def]
     LOGITS, LARGEST, FLOATS, INTEGERS, COUNT, TOKEN, LOGPROB, V, pieces,
-    row_stride, floats_stride, integers_stride, count_stride,
+    row_stride, count_stride,
     PURPOSE: tl.constexpr, SHIFT: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """LARGEST: (B, pieces) of `decode_step_triton.largest_of_pieces`; the others as in `_draw_from_ranked`."""
@@ -254,12 +253,12 @@ def _draw_above_threshold(  # type: ignore[no-untyped-def]
     piece = tl.arange(0, BLOCK)
     largest = tl.max(tl.load(LARGEST + row * pieces + piece, piece < pieces, float("-inf")), axis=0)
     finite = tl.abs(largest) < float("inf")
-    temperature = tl.load(FLOATS + row * floats_stride)
+    temperature = tl.load(FLOATS + 6 * row)
     greedy = temperature == 0
     temperature = tl.where(greedy, 1.0, temperature)
-    top_k = tl.where(greedy, 1, tl.load(INTEGERS + row * integers_stride))
-    top_p = tl.where(greedy, 1.0, tl.load(FLOATS + row * floats_stride + 1))
-    min_p = tl.load(FLOATS + row * floats_stride + 2)
+    top_k = tl.where(greedy, 1, tl.load(INTEGERS + 2 * row))
+    top_p = tl.where(greedy, 1.0, tl.load(FLOATS + 6 * row + 1))
+    min_p = tl.load(FLOATS + 6 * row + 2)
     ROW = LOGITS + row * row_stride
     # Logits above the threshold are kept, and the first `ties` of those at the threshold.
     lowest = _order(tl.full((), float("-inf"), tl.float32), SHIFT) - 1
@@ -267,23 +266,17 @@ def _draw_above_threshold(  # type: ignore[no-untyped-def]
     ties = V.to(tl.int64)
     if finite & (top_k < V):
         threshold = _threshold(ROW, V, largest, temperature, lowest, top_k.to(tl.float32), True, SHIFT, PIECE)
-        above, _, _, _ = _sums(
-            ROW, V, largest, temperature, threshold, threshold, threshold, True, SHIFT, PIECE
-        )
+        above, _ = _above_and_at(ROW, V, largest, temperature, threshold, True, SHIFT, PIECE)
         ties = top_k - above.to(tl.int64)
     if finite & (top_p < 1):
-        above, _, _, at = _sums(
-            ROW, V, largest, temperature, threshold, threshold, threshold, False, SHIFT, PIECE
-        )
+        above, at = _above_and_at(ROW, V, largest, temperature, threshold, False, SHIFT, PIECE)
         limit = top_p * (above + ties.to(tl.float32) * at)
         of_top_k = threshold
         threshold = _threshold(ROW, V, largest, temperature, of_top_k - 1, limit, False, SHIFT, PIECE)
-        above, _, _, at = _sums(
-            ROW, V, largest, temperature, threshold, threshold, threshold, False, SHIFT, PIECE
-        )
+        above, at = _above_and_at(ROW, V, largest, temperature, threshold, False, SHIFT, PIECE)
         needed = tl.ceil((limit - above) / at).to(tl.int64)
         ties = tl.where(threshold == of_top_k, tl.minimum(needed, ties), needed)
-    stream, count = tl.load(INTEGERS + row * integers_stride + 1), tl.load(COUNT + row * count_stride)
+    stream, count = tl.load(INTEGERS + 2 * row + 1), tl.load(COUNT + row * count_stride)
     best, total, logit = float("-inf"), 0.0, 0.0
     winner = tl.full((), NOT_FINITE, tl.int64)
     seen = tl.zeros((), tl.int64)  # logits at the threshold
@@ -305,8 +298,7 @@ def _draw_above_threshold(  # type: ignore[no-untyped-def]
             here = tl.min(tl.where(score == best_here, token, V), axis=0)
             winner = here.to(tl.int64)
             logit = tl.sum(tl.where(token == here, kept, 0.0), axis=0)
-    tl.store(TOKEN + row, tl.where(finite, winner, NOT_FINITE))
-    tl.store(LOGPROB + row, tl.where(finite, logit - tl.log(total), float("nan")))
+    _store(TOKEN, LOGPROB, row, largest, winner, logit - tl.log(total))
 
 
 def draw_from_ranked(
@@ -314,7 +306,7 @@ def draw_from_ranked(
 ) -> tuple[Tensor, Tensor]:
     """Sample rows that keep at most `width` tokens, a power of two: the tokens, and `DrawnTokens.sampled_logprob_B`.
 
-    floats_B6, integers_B2: of `sampling.SamplingTensors`. The last dimension of the logits must be contiguous.
+    floats_B6, integers_B2: of `sampling.SamplingTensors`, contiguous, as must be the last dimension of the logits.
     """
     (B, V), device = logits_BV.shape, logits_BV.device
     assert logits_BV.stride(1) == 1 or V == 1
@@ -328,7 +320,7 @@ def draw_from_ranked(
     block = triton.next_power_of_2(pieces * width)
     _draw_from_ranked[(B,)](
         keys, floats_B6, integers_B2, count_B, token_B, logprob_B, pieces * width, V,
-        floats_B6.stride(0), integers_B2.stride(0), count_B.stride(0),
+        count_B.stride(0),
         purpose, block, width, num_warps=min(16, max(1, block // 128)), **launch_options(device, B),
     )  # fmt: skip
     return token_B, logprob_B
@@ -346,7 +338,7 @@ def draw_from_all(
     token_of_piece = torch.empty_like(first)
     _draw_from_piece[(B, pieces)](
         logits_BV, largest, first, floats_B6, integers_B2, count_B, score, token_of_piece, scaled, total, V,
-        logits_BV.stride(0), floats_B6.stride(0), integers_B2.stride(0), count_B.stride(0),
+        logits_BV.stride(0), count_B.stride(0),
         purpose, decode_step_triton.PIECE, block, num_warps=8, **launch_options(device, B * pieces),
     )  # fmt: skip
     token_B, logprob_B = _outputs(B, device)
@@ -367,7 +359,7 @@ def draw_above_threshold(
     token_B, logprob_B = _outputs(B, device)
     _draw_above_threshold[(B,)](
         logits_BV, largest, floats_B6, integers_B2, count_B, token_B, logprob_B, V, pieces,
-        logits_BV.stride(0), floats_B6.stride(0), integers_B2.stride(0), count_B.stride(0),
+        logits_BV.stride(0), count_B.stride(0),
         purpose, ZERO_BITS.get(logits_BV.dtype, 0), PIECE, triton.next_power_of_2(pieces),
         num_warps=16, **launch_options(device, B),
     )  # fmt: skip

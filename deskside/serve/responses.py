@@ -132,7 +132,7 @@ class ResponseWriter:
             self._offsets[index] = offset if self._chat else offset + len(logprobs["tokens"][0])
         elif self._options.logprobs and (end := self._end_token(event.end_token)):
             logprobs = self._logprobs(end, offset)
-        logprobs = self._logprobs_beside(part, logprobs, [event.text])
+        logprobs = self._logprobs_of_part(part, logprobs, [event.text])
         if parser is not None and not content["delta"] and logprobs is None and event.reason is None:
             return b""  # the text is held back
         finish_reason = None if event.reason is None else _finish_reason(event.reason, parser)
@@ -164,12 +164,12 @@ class ResponseWriter:
         part = AnswerPart(answer.text) if parser is None else parser.parse(answer.text)
         text = answer.text if echo is None else echo.text + answer.text
         content = {"message": _message(part)} if self._chat else {"text": text}
-        logprobs = self._logprobs_beside(part, logprobs, answer.texts)
+        logprobs = self._logprobs_of_part(part, logprobs, answer.texts)
         finish_reason = _finish_reason(answer.reason, parser)
         return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def _logprobs_beside(self, part: AnswerPart, logprobs: Any, texts: Sequence[str]) -> Any:
-        """Return the log-probabilities that stand beside a part of an answer: in a completion, those of all tokens.
+    def _logprobs_of_part(self, part: AnswerPart, logprobs: Any, texts: Sequence[str]) -> Any:
+        """Return the log-probabilities to send with a part of an answer. In a completion, they are those of all tokens.
 
         logprobs: of new tokens, or None. texts: what each of them adds to the answer.
         """

@@ -134,7 +134,7 @@ class ResponsesWriter(ResponseWriter):
             events += self._add("function_call", call["function"]["arguments"])
         return events
 
-    def _logprobs_beside(self, part: AnswerPart, logprobs: Any, texts: Sequence[str]) -> Any:
+    def _logprobs_of_part(self, part: AnswerPart, logprobs: Any, texts: Sequence[str]) -> Any:
         """Return the log-probabilities of the tokens with characters of a part's text.
 
         A token without characters of its own, as it ends in the middle of one, has the next one.
