@@ -16,6 +16,7 @@ import queue
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -162,8 +163,13 @@ def _seconds(row: dict[str, Any]) -> float:
     return float(row["result"]["step_seconds"]["median"])
 
 
-def report(points: list[Path], gpu: str, probes: Path | None, out: Path | None) -> None:
-    """Print the accuracy of the planner and write the whole report to `out`."""
+def report(
+    points: list[Path], gpu: str, probes: Path | None, out: Path | None, later: Sequence[Path] = ()
+) -> None:
+    """Print the accuracy of the planner and write the whole report to `out`.
+
+    later: points of a later draw, and the probe store of their card.
+    """
     comparison = planner_compare.compare(points, gpu, probes)
     lines = []
     for description, target, errors in [
@@ -195,6 +201,11 @@ def report(points: list[Path], gpu: str, probes: Path | None, out: Path | None) 
         return
     command = "python -m benchmarks.planner_accuracy compare " + " ".join(map(str, points))
     command += f" --probes {probes}" if probes is not None else ""
+    later_lines: list[str] = []
+    if later:
+        draw, its_probes = later
+        command += f" --later {draw} {its_probes}"
+        later_lines = planner_section.later_section(planner_compare.compare([draw], gpu, its_probes), draw)
     text = [
         "# Planner accuracy",
         "",
@@ -203,6 +214,7 @@ def report(points: list[Path], gpu: str, probes: Path | None, out: Path | None) 
             "issue 3 and apply to nine in ten predictions. Errors are predicted / measured - 1.",
         ),
         "",
+        *later_lines,
         *planner_fit.section(),
         "## The step before 2026-11-21",
         "",
@@ -244,6 +256,14 @@ def main() -> None:
     comparing.add_argument(
         "--probes", type=Path, help="the probe store that `deskside probe` wrote for this card"
     )
+    comparing.add_argument(
+        "--later",
+        type=Path,
+        nargs=2,
+        metavar=("POINTS", "PROBES"),
+        default=(),
+        help="a draw with its own probe",
+    )
     comparing.add_argument("--gpu", default="h200")
     comparing.add_argument("--out", type=Path, help="without it, only the summary is printed")
     arguments = parser.parse_args()
@@ -255,7 +275,7 @@ def main() -> None:
         specs = [{"card": True}, *configurations(arguments.count, arguments.seed)]
         measure(arguments.seed, specs, arguments.out, 60 * arguments.minutes)
     if arguments.command == "compare":
-        report(arguments.points, arguments.gpu, arguments.probes, arguments.out)
+        report(arguments.points, arguments.gpu, arguments.probes, arguments.out, arguments.later)
 
 
 if __name__ == "__main__":

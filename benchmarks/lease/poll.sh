@@ -6,8 +6,9 @@ set -euo pipefail
 end=$((SECONDS + $1))
 cd "$HOME/lease"
 pack() {
-    tar --exclude '*.safetensors' --exclude '*.pt' --exclude '*.svg' --exclude checkpoints --exclude export \
-        --exclude tokenizer.json --ignore-failed-read --warning=no-file-changed -czf "$OUT/new" out || true
+    find out -type f -size -16M ! -name '*.safetensors' ! -name '*.pt' ! -name '*.svg' ! -name tokenizer.json \
+        ! -path '*/checkpoints/*' ! -path '*/export/*' -print0 |
+        tar --null --files-from - --ignore-failed-read --warning=no-file-changed -czf "$OUT/new" || true
     mv "$OUT/new" "$OUT/results.tar.gz"
 }
 while [ ! -e out/done ] && [ $SECONDS -lt $end ]; do

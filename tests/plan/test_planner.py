@@ -124,11 +124,11 @@ def test_native_nvfp4_would_be_priced_and_said_to_be_unseen(monkeypatch: pytest.
 
 
 def test_cached_weights_are_given_up_where_memory_is_short() -> None:
-    """BF16 copies of d30's blocks are 2.4 GB. Without them, weights are cast at
+    """BF16 copies of d26's blocks are 1.6 GB. Without them, weights are cast at
     each use; the change is named and works.
     """
     roomy_, short = (
-        made.request("tokens", 1e9, memory_gib=gib, given=made.given("d26")) for gib in (80.0, 11.0)
+        made.request("tokens", 1e9, memory_gib=gib, given=made.given("d26")) for gib in (80.0, 8.5)
     )
     plenty, plan = make_plan(roomy_), make_plan(short)
     assert plenty.best is not None and plenty.best.candidate.setting.copies == "step"

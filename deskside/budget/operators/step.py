@@ -68,11 +68,15 @@ def step_operators(shape: Shape, spec: StepSpec, traced: bool = False) -> list[O
         *quantizing(dense_traffic, inputs, output_gradients, s),
         *quantizing_experts(s),
     ]
+    # The backward of a fused sublayer does not compute the sublayer's output again, which it does not need.
+    output = 1 if spec.fused else 0
+    attention_again = s.attention_weights - output * s.hidden * s.queries
+    mlp_again = s.mlp_weights - output * s.hidden * s.mlp_width
     if spec.activation_checkpointing in ("attention", "block"):
         recomputed = RECOMPUTED * (rope + norm / 2)
         operators += [
             *products(
-                "attention projections", 2.0 * s.tokens * s.layers * s.attention_weights, s, recompute=True
+                "attention projections", 2.0 * s.tokens * s.layers * attention_again, s, recompute=True
             ),
             *attention(4.0 * s.queries * s.tokens, s, recompute=True),
             Operator("QK-norm and RoPE", "traffic", recomputed, recompute=True),
@@ -81,9 +85,7 @@ def step_operators(shape: Shape, spec: StepSpec, traced: bool = False) -> list[O
     if spec.activation_checkpointing in ("mlp", "block"):
         recomputed = RECOMPUTED * (activation + norm / 2)
         operators += [
-            *products(
-                "MLP", 2.0 * s.tokens * s.layers * s.mlp_weights, s, recompute=True, experts=has_experts
-            ),
+            *products("MLP", 2.0 * s.tokens * s.layers * mlp_again, s, recompute=True, experts=has_experts),
             *chunk_sums(s),
             Operator("activation", "traffic", recomputed, recompute=True),
         ]

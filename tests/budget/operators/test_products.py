@@ -1,5 +1,6 @@
 """The FLOPs of matrix products and attention, against torch's own counter on our model."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -12,17 +13,21 @@ from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.kernels.attention import AttentionContext
 from deskside.model.transformer import Transformer
+from deskside.precision.convert import convert
 from deskside.train.prepare.setup import recompute
 from tests.budget.operators.small_step import LENGTH, ROWS, SMALL, TOKENS, amount, operators
 
 
-def counted(shape: ModelConfig, rung: str = "none") -> float:
+def counted(shape: ModelConfig, rung: str = "none", fused: bool = False) -> float:
     """Return the FLOPs of the matrix products in one forward and backward pass,
     except attention, as counted by torch.
     """
-    with FakeTensorMode():
+    with nullcontext() if fused else FakeTensorMode():
         model = Transformer(shape)
-        recompute(model.layers, rung)
+        if fused:
+            convert(model, "bf16", fused=True).set_checkpointing(rung)
+        else:
+            recompute(model.layers, rung)
         tokens_BT = torch.zeros(ROWS, LENGTH, dtype=torch.int64)
         with FlopCounterMode(display=False) as counter:
             model.loss(tokens_BT, tokens_BT, AttentionContext(backend="sdpa"), chunk_tokens=64).backward()
@@ -51,11 +56,19 @@ def test_products_are_what_torch_counts(given: dict[str, Any]) -> None:
 )
 def test_recomputed_products_are_at_most_the_last_one_too_many(rung: Any, last: int) -> None:
     """Known: torch stops recomputing once the backward has what it needs, and nothing needs the last product's
-    output. The model counts that product, and the cost of recomputed steps was fitted with it.
+    output. The model counts that product, and the cost of recomputed compiled steps was fitted with it.
     """
     shape = ModelConfig(**SMALL)
     modelled = amount(operators(shape, activation_checkpointing=rung), "matmul", "head")
     assert modelled - counted(shape, rung) == 2.0 * TOKENS * 3 * 256 * last
+
+
+@pytest.mark.parametrize("rung", ["none", "attention", "mlp", "block"])
+@pytest.mark.parametrize("given", [{}, {"gated_mlp": False, "hidden_act": "gelu"}], ids=["gated", "plain"])
+def test_products_of_fused_sublayers_are_what_torch_counts(given: dict[str, Any], rung: Any) -> None:
+    shape = ModelConfig(**SMALL | given)
+    modelled = amount(operators(shape, copies="step", activation_checkpointing=rung), "matmul", "head")
+    assert modelled == counted(shape, rung, fused=True)
 
 
 def test_experts_work_on_chosen_tokens_only() -> None:
