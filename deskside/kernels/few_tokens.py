@@ -9,8 +9,8 @@ squares and the product are one pass:
 
     w (x rstd g) = rstd (w (x g))
 
-The norm's output is then never rounded to 16 bits, so results equal those of separate kernels up to rounding. For more
-tokens this takes longer than a kernel for the norm.
+The norm's output is then never rounded to 16 bits, so results equal those of separate kernels up to rounding. A few
+tokens are computed in the same way, one by one. For 16 and more, this takes longer than a kernel for the norm.
 """
 
 from typing import NamedTuple

@@ -1,9 +1,11 @@
 """The kernels of few_tokens.py in Triton, and their launches. Imported only where tensors are on a GPU.
 
-`_one_token`: a program multiplies OUTPUTS rows of the weight by the token, elementwise, and sums; the norm before the
-layer is part of the kernel. `_few_tokens`: a program multiplies them by all tokens on the tensor cores. It prefetches
-its weights into the L2 cache before it waits for the previous kernel, and then reads weights and tokens in several
-stages.
+`_one_token`: a program multiplies OUTPUTS rows of the weight by one token, elementwise, and sums; the norm before the
+layer is part of the kernel. With up to ONE_BY_ONE tokens, the programs of the same rows of the weight run together, so
+that all but the first find them in the L2 cache.
+
+`_few_tokens`: a program multiplies OUTPUTS rows of the weight by all tokens on the tensor cores. It prefetches its
+weights into the L2 cache before it waits for the previous kernel, and then reads weights and tokens in several stages.
 
 K: channels of the input, F: outputs, N: tokens.
 """
@@ -22,6 +24,7 @@ from deskside.kernels.fused.launch import ACTIVATION_IDS, next_power_of_2
 from deskside.kernels.fused.triton_gated import activation
 
 NO_ACTIVATION = -1
+ONE_BY_ONE = 4  # tokens up to which each has programs of its own; chosen by an estimate, not measured
 
 
 class Tile(NamedTuple):
@@ -49,14 +52,17 @@ TILES = {
 
 @triton.jit
 def _one_token(  # type: ignore[no-untyped-def]
-    X, DELTA, SUM, NORM_WEIGHT, WEIGHT, BIAS, OUT, eps,
+    X, DELTA, SUM, NORM_WEIGHT, WEIGHT, BIAS, OUT, N, eps,
     F: tl.constexpr, K: tl.constexpr, OUTPUTS: tl.constexpr, CHANNELS: tl.constexpr,
     KIND: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute OUTPUTS elements of OUT (F,). X, DELTA, SUM: (K,). WEIGHT: (F, K), or (2 F, K) if GATED."""
+    """Compute OUTPUTS elements of a row of OUT (N, F). X, DELTA, SUM: (N, K). WEIGHT: (F, K), or (2 F, K) if GATED."""
     if PDL:
         gdc_launch_dependents()
-    f = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
+    n, block = tl.program_id(0) % N, tl.program_id(0) // N
+    X += n * K
+    OUT += n * F
+    f = block * OUTPUTS + tl.arange(0, OUTPUTS)
     k = tl.arange(0, CHANNELS)
     inside = (f < F)[:, None]
     rows = WEIGHT + f.to(tl.int64)[:, None] * K + k[None, :]
@@ -76,9 +82,9 @@ def _one_token(  # type: ignore[no-untyped-def]
         x = tl.load(X + channel, mask, 0.0).to(tl.float32)
         if DELTA is not None:
             # Rounded as it is stored: the next norm reads the stored value.
-            rounded = (x + tl.load(DELTA + channel, mask, 0.0).to(tl.float32)).to(X.dtype.element_ty)
-            if tl.program_id(0) == 0:
-                tl.store(SUM + channel, rounded, mask)
+            rounded = (x + tl.load(DELTA + n * K + channel, mask, 0.0).to(tl.float32)).to(X.dtype.element_ty)
+            if block == 0:
+                tl.store(SUM + n * K + channel, rounded, mask)
             x = rounded.to(tl.float32)
             squares += x * x
             x *= tl.load(NORM_WEIGHT + channel, mask, 0.0).to(tl.float32)
@@ -185,7 +191,7 @@ def _add_norm(  # type: ignore[no-untyped-def]
 
 def padded(tokens: int) -> int:
     """Return the number of tokens for which a tile is chosen."""
-    return 1 if tokens == 1 else max(16, next_power_of_2(tokens))
+    return 1 if tokens <= ONE_BY_ONE else max(16, next_power_of_2(tokens))
 
 
 def launch(
@@ -202,22 +208,21 @@ def launch(
     F = len(weight_FK) // (2 if gated else 1)
     out_NF = torch.empty(N, F, dtype=x_NK.dtype, device=x_NK.device)
     kind = NO_ACTIVATION if activation is None else ACTIVATION_IDS[activation]
-    if N == 1:
-        tile = TILES[1, gated]
-        grid = (triton.cdiv(F, tile.outputs),)
+    rows = padded(N)
+    tile = TILES[rows, gated]
+    if rows == 1:
+        grid = (N * triton.cdiv(F, tile.outputs),)
         delta_NK, norm_weight_K, eps = (None, None, 0.0) if norm is None else norm
         sum_NK = x_NK if delta_NK is None else torch.empty_like(x_NK)
         _one_token[grid](
             x_NK, None if delta_NK is None else delta_NK.contiguous(), sum_NK, norm_weight_K, weight_FK, bias_F,
-            out_NF, eps, F, K, tile.outputs, min(tile.channels, next_power_of_2(K)), kind, gated,
+            out_NF, N, eps, F, K, tile.outputs, min(tile.channels, next_power_of_2(K)), kind, gated,
             num_warps=tile.warps, **launch_options(x_NK.device, grid[0]),
         )  # fmt: skip
         return sum_NK, out_NF
     normed_NK = x_NK
     if norm is not None:
         x_NK, normed_NK = add_norm(x_NK, norm)
-    rows = padded(N)
-    tile = TILES[rows, gated]
     # Products in full float32 run outside of the tensor cores, and their operands have twice the bytes.
     precision, most = ("ieee", 32) if x_NK.dtype == torch.float32 else ("tf32", tile.channels)
     channels = min(most, max(16, next_power_of_2(K)))

@@ -441,6 +441,7 @@ def _few_tokens() -> Iterator[CompileCase]:
         (1, 768, 2048, torch.bfloat16),
         (1, 8960, 1536, torch.float16),
         (1, 100, 60, torch.float32),
+        (4, 768, 2048, torch.bfloat16),
         (16, 1024, 3072, torch.bfloat16),
         (32, 5120, 768, torch.float16),
         (64, 768, 2048, torch.bfloat16),
@@ -449,15 +450,15 @@ def _few_tokens() -> Iterator[CompileCase]:
         x, gate_up = _new(N, K, dtype=dtype), _new(2 * F, K, dtype=dtype)
         norm = AddNorm(_new(N, K, dtype=dtype), _float(K), 1e-6)
         how = f"{N} tokens, {K} to {F}, {str(dtype).removeprefix('torch.')}"
-        launch = few_tokens_triton.launch
+        launch, one_by_one = few_tokens_triton.launch, few_tokens_triton.padded(N) == 1
         for name, arguments in (
             (f"gated product of {how}", (x, norm, gate_up, _new(2 * F, dtype=dtype), "silu", True)),
-            (f"product of {how}", (x, norm if N == 1 else None, gate_up[:F])),
+            (f"product of {how}", (x, norm if one_by_one else None, gate_up[:F])),
         ):
-            number = 1 if N > 1 and arguments[1] is not None else 0  # after the norm
+            number = 0 if one_by_one or arguments[1] is None else 1  # after the norm
             yield recorded(name, CAPABILITIES, launch, *arguments, number=number)
             yield _started_early(name, launch, *arguments, number=number)
-        if N > 1:
+        if not one_by_one:
             yield recorded(f"add_norm of {how}", CAPABILITIES, few_tokens_triton.add_norm, x, norm)
             yield _started_early(f"add_norm of {how}", few_tokens_triton.add_norm, x, norm)
     logits, state, row = _new(16, 151936), _new(65, 3, dtype=torch.int64), _new(16, dtype=torch.int64)
