@@ -348,6 +348,7 @@ def _summary(folder: SearchFolder, outcome: Outcome, page: Path | None) -> dict[
         "trials": outcome.counts(),
         "winner": outcome.winner,
         "settings": outcome.settings,
+        "edges": outcome.edge_text or None,
         "answer": outcome.answer,
     }
 
@@ -359,8 +360,12 @@ def _print_answer(folder: SearchFolder, outcome: Outcome, page: Path) -> None:
 
     printer, preset = Printer(), folder.path / WINNER
     print_trials(outcome, printer)
+    if outcome.edge_text:
+        printer.text(f"\n{outcome.edge_text}")
     files, commands = {"report": page}, []
     if preset.exists():
         files["preset"] = preset
         commands.append(f"train {shlex.quote(str(preset))}")
+    if outcome.further_command:
+        commands.append(outcome.further_command)
     print_answer(printer, outcome.answer, files, *commands)

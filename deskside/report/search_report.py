@@ -94,12 +94,13 @@ def _saved(figure: Figure, axes: Axes, x_title: str, path: Path, title: str, cap
 
 def compose(outcome: Outcome, folder: Path, best: list[Image], by_setting: list[Image]) -> ReportDocument:
     """Return the report of the search in `folder`. best, by_setting: what `draw` returned."""
-    sections = [Section("What the trials found", [*best, *by_setting, *_trial_blocks(outcome)])]
+    edge: list[Block] = [outcome.edge_text] if outcome.edge_text else []
+    sections = [Section("What the trials found", [*edge, *best, *by_setting, *_trial_blocks(outcome)])]
     if shares := importances(outcome):
         rows = [[key, percent(share, 0)] for key, share in shares]
         sections.append(Section("What mattered", [ABOUT_IMPORTANCE, Table(["setting", "share"], rows)]))
     sections.append(Section("How it was searched", _method_blocks(outcome)))
-    sections.append(Section("Next commands", [CodeBlock("\n".join(_commands(folder)))]))
+    sections.append(Section("Next commands", [CodeBlock("\n".join(_commands(outcome, folder)))]))
     return ReportDocument(f"Search {outcome.name}", outcome.answer, sections, _opening(outcome))
 
 
@@ -166,9 +167,10 @@ def _method_blocks(outcome: Outcome) -> list[Block]:
     return lines
 
 
-def _commands(folder: Path) -> list[str]:
+def _commands(outcome: Outcome, folder: Path) -> list[str]:
     """Return the commands that a reader may need next."""
     path = shlex.quote(str(folder))
     winner = [f"deskside train {path}/{WINNER}"] if (folder / WINNER).exists() else []
     confirm = [f"deskside report {path}/confirm"] if (folder / "confirm" / PLAN).exists() else []
-    return [*winner, *confirm, f"optuna-dashboard sqlite:///{path}/{FILE}"]
+    further = [f"deskside {outcome.further_command}"] if outcome.further_command else []
+    return [*winner, *further, *confirm, f"optuna-dashboard sqlite:///{path}/{FILE}"]

@@ -5,6 +5,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from deskside.plan.result import Plan
 from deskside.probe.sweep import SweepResult
 from deskside.run.directory import RunDirectory
 from deskside.study.execute.study_folder import StudyFolder
+from deskside.study.search.edges import Edge, Edges
 from deskside.study.search.outcome import Outcome, SearchTrial
 from deskside.study.search.search_folder import SearchFolder
 from deskside.study.stats.compare import compare
@@ -102,6 +104,12 @@ def show_search() -> None:
         "With optim.lr 0.0123 it needs 0.25 bits per byte less. " * 2,
     )
     outcome = Outcome(name, "tpe", True, 10.0, 1, "", trials, [], winner=1, answer=answer)
+    over = (
+        "optim.lr=0.00154:0.1,optim.embedding_lr,optim.weight_decay,batch.tokens,model.depth,schedule.decay"
+    )
+    edge = Edge("optim.lr", 0.0123, "0.0123 to 0.8, logarithmic", "low", further=True)
+    command = f"search 124m --hours 10 --out searches/{name}-further --over {over}"
+    outcome = replace(outcome, edges=Edges((edge,), over, command))
     folder = SearchFolder(Path("searches") / name)
     folder.path.mkdir(parents=True, exist_ok=True)
     (folder.path / "winner.toml").touch()

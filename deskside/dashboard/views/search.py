@@ -75,6 +75,8 @@ def _draw_head(context: Context, path: Path, name: str) -> None:
         running = literal(f"running: {time}; {_running_trials(search, outcome)}")
         st.progress(search.share_spent, text=running)
     st.write(literal(outcome.answer))
+    if outcome.edge_text:
+        st.write(literal(outcome.edge_text))
     how = "TPE with successive halving" if outcome.prune else "TPE"
     how = "chosen at random" if outcome.sampler == "random" else how
     counts = ", ".join(f"{count} {_status(search, status)}" for status, count in outcome.counts().items())

@@ -14,6 +14,7 @@ from deskside.study.execute.study_folder import StudyPlan
 from deskside.study.execute.trial_queue import ArmAndSeed, TrialList
 from deskside.study.metrics import QUALITY
 from deskside.study.results import Factor, Group, Results
+from deskside.study.search.edges import find_edges
 from deskside.study.search.memory_check import MemoryCheck
 from deskside.study.search.outcome import (
     DEFAULT,
@@ -83,6 +84,10 @@ def conduct(
             write_preset(folder, plan, parameters, answer(plan, best, results, stopped is None))
         spent.save()
         outcome = _outcome(plan, trials, best, results, devices, spent.seconds(), stopped is None)
+        if best is not None:
+            found = suggestions.trials()[best.number]
+            edges = find_edges(plan, found.parameters, found.attributes["settings"], folder.path)
+            outcome = replace(outcome, edges=edges)
         if outcome.trials:
             outcome.importances.update(suggestions.importances())
         write_outcome(outcome, folder.path)

@@ -12,6 +12,7 @@ from deskside.config.imported import toml_value
 from deskside.run.record import number
 from deskside.study.metrics import QUALITY
 from deskside.study.results import NOT_ENDED, Comparison, Results, status_text
+from deskside.study.search.edges import Edges
 from deskside.study.search.search_folder import RESULT, SearchPlan
 from deskside.study.search.suggestions import Suggested
 from deskside.utils import strict_json
@@ -63,6 +64,7 @@ class Outcome:
         confirmed: Comparison of the winner with the default on fresh seeds in bits per byte; None without one.
         default_mean, winner_mean: Means over the fresh seeds.
         spent_seconds: On the clock, the confirmation included.
+        edges: Where the best trial is at the edge of what was searched; None for a search that did not look.
         complete: False until the search has ended; then a trial may be "running", and `winner` is the best so far.
     """
 
@@ -84,6 +86,17 @@ class Outcome:
     answer: str = ""
     spent_seconds: float = 0.0
     complete: bool = True
+    edges: Edges | None = None
+
+    @property
+    def edge_text(self) -> str:
+        """What it means that the best trial is at the edge of what was searched, or ""."""
+        return "" if self.edges is None else self.edges.text()
+
+    @property
+    def further_command(self) -> str:
+        """The command of a search beyond these edges, without the name of the program, or ""."""
+        return "" if self.edges is None else self.edges.command
 
     def counts(self) -> dict[str, int]:
         """Return the number of trials by status."""

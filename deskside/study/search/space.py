@@ -103,6 +103,19 @@ class Dimension:
         low, high = (1 - self.high, 1 - self.low) if self.kind == "one minus" else (self.low, self.high)
         return trial.suggest_float(self.name, low, high, log=self.kind != "linear")
 
+    def position(self, parameter: Any) -> float:
+        """Return where a parameter is in the range on its scale: 0 at the low end of the parameter, 1 at the high end.
+
+        Choices are spread evenly, in their order.
+        """
+        if self.kind == "choice":
+            return self.choices.index(parameter) / max(1, len(self.choices) - 1)
+        low, high = (1 - self.high, 1 - self.low) if self.kind == "one minus" else (self.low, self.high)
+        ends = low, high, parameter
+        if self.kind in ("log", "one minus", "layers"):
+            ends = math.log(low), math.log(high), math.log(parameter)
+        return (ends[2] - ends[0]) / (ends[1] - ends[0])
+
     def layer(self, parameter: Any, base: RunConfig) -> dict[str, Any]:
         """Return the configuration layer of a parameter. base: the default of the trials, or of the target."""
         if self.kind == "layers":

@@ -141,6 +141,17 @@ def test_what_the_planner_refuses_never_starts(tmp_path: Path) -> None:
     assert all(fits.excess(plan.trial({"model.depth": depth}))[0] == 0 for depth in started)
 
 
+def test_a_best_trial_at_the_edge_of_its_range_is_reported(tmp_path: Path) -> None:
+    """The best rate of the range is its upper end, which is the default."""
+    where, _ = made_search.begin(tmp_path / "s", "optim.lr=0.005:0.04,model.depth", max_trials=3)
+    outcome, _ = made_search.run(where)
+    assert outcome.winner == 0 and outcome == read_outcome(where.path)
+    option = "--over optim.lr=0.0141:0.114,model.depth"
+    assert "optim.lr 0.04 (the high end of 0.005 to 0.04" in outcome.edge_text and option in outcome.edge_text
+    text = " ".join(write_report(where.path).with_suffix(".md").read_text().replace("\\", "").split())
+    assert outcome.edge_text in text and f"deskside {outcome.further_command}" in text
+
+
 @pytest.mark.full
 def test_kill_9_in_mid_trial_loses_and_repeats_nothing(tmp_path: Path) -> None:
     where, _ = made_search.begin(tmp_path / "s", max_trials=4, prune=False)
