@@ -76,7 +76,7 @@ class SearchOptions(JsonOption):
     )
     sampler: Sampler = option("how trials are chosen", "tpe")
     pruner: Literal["halving", "none"] | None = option(
-        "end the worse half of the trials early; default: halving for tpe, none for random", None
+        "end the worse half of the trials early; default: halving, but none for random", None
     )
     minutes_per_trial: Annotated[float | None, MINUTES] = option(
         "training time of a trial; default: so that enough trials fit", None, metavar="M"
@@ -249,7 +249,7 @@ def _new_plan(
         confirm_at_target=division.confirm_at_target,
         seeds=options.seeds,
         sampler=options.sampler,
-        prune=(options.pruner or ("halving" if options.sampler == "tpe" else "none")) == "halving",
+        prune=(options.pruner or ("none" if options.sampler == "random" else "halving")) == "halving",
         max_trials=options.trials,
         seed=target.seed,
         memory_fraction=MEMORY_FRACTION,

@@ -35,7 +35,7 @@ from deskside.report.svg import save
 from deskside.study.results import PLAN
 from deskside.study.search.outcome import Outcome, SearchTrial, settings_text, trial_status_text
 from deskside.study.search.search_folder import WINNER
-from deskside.study.search.suggestions import FILE, REDUCTION_FACTOR, RUNGS
+from deskside.study.search.suggestions import FILE, METHODS, REDUCTION_FACTOR, RUNGS
 from deskside.utils.format import elapsed, percent, plural, tick_text
 
 HEIGHT = 2.9  # inches
@@ -148,9 +148,13 @@ def _table(trials: list[SearchTrial]) -> Table:
 
 def _method_blocks(outcome: Outcome) -> list[Block]:
     counts = ", ".join(f"{number} {trial_status_text(status)}" for status, number in outcome.counts().items())
-    how = "TPE (Optuna)" if outcome.sampler == "tpe" else "at random"
+    how = (
+        "at random"
+        if outcome.sampler == "random"
+        else f"by {METHODS.get(outcome.sampler, outcome.sampler)} (Optuna)"
+    )
     lines: list[Block] = [
-        f"Trials were chosen by {how}; {outcome.proxy}. {plural(len(outcome.trials), 'suggestion')}: {counts}. The "
+        f"Trials were chosen {how}; {outcome.proxy}. {plural(len(outcome.trials), 'suggestion')}: {counts}. The "
         f"search used {elapsed(outcome.spent_seconds)} of {elapsed(3600 * outcome.hours)}; "
         f"{outcome.devices} ran at once.",
         "The planner checked every trial before it started. One that might not fit was not run.",

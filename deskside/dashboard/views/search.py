@@ -25,6 +25,7 @@ from deskside.report.search_chart_data import (
 )
 from deskside.study.results import INTERRUPTED, PLAN, RESULTS
 from deskside.study.search.outcome import Outcome, SearchTrial, trial_status_text
+from deskside.study.search.suggestions import METHODS
 from deskside.utils.format import elapsed, plural, value_text
 
 EMPTY = "No search was found below `{root}`. This command searches a learning rate, batch and size for six minutes:"
@@ -77,8 +78,7 @@ def _draw_head(context: Context, path: Path, name: str) -> None:
     st.write(literal(outcome.answer))
     if outcome.edge_text:
         st.write(literal(outcome.edge_text))
-    how = "TPE with successive halving" if outcome.prune else "TPE"
-    how = "chosen at random" if outcome.sampler == "random" else how
+    how = METHODS.get(outcome.sampler, outcome.sampler) + " with successive halving" * outcome.prune
     counts = ", ".join(f"{count} {_status(search, status)}" for status, count in outcome.counts().items())
     parts = [search.status, time, f"{how}: {counts or 'no trial yet'}", outcome.proxy]
     st.caption(literal(" · ".join(parts)))

@@ -7,12 +7,11 @@ from deskside.study.search.memory_check import MemoryCheck
 from deskside.study.search.outcome import Outcome, settings_text
 from deskside.study.search.search_budget import Division
 from deskside.study.search.search_folder import SearchPlan
-from deskside.study.search.suggestions import REDUCTION_FACTOR, RUNGS
+from deskside.study.search.suggestions import METHODS, REDUCTION_FACTOR, RUNGS
 from deskside.utils.format import count, duration, gib, plural
 from deskside.utils.printer import Printer
 
 SHOWN = 5  # trials at the end
-METHODS = {"tpe": "TPE", "random": "random"}
 
 
 def plan_json(plan: SearchPlan, division: Division | None, check: MemoryCheck) -> dict[str, Any]:

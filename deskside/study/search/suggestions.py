@@ -10,10 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from deskside.study.search.gaussian_process import make_gp_sampler
 from deskside.study.search.space import Dimension
 from deskside.utils.errors import RunError, UsageError, first_line
 
-Sampler = Literal["tpe", "random"]
+Sampler = Literal["tpe", "gp", "random"]
+# Sampler -> its name in texts
+METHODS = {"tpe": "TPE", "gp": "a Gaussian process", "random": "random search"}
 FILE = "optuna.db"
 RUNGS = 4  # evaluations of a trial, the last one at its end; successive halving decides at the first and the second
 REDUCTION_FACTOR = 2
@@ -50,10 +53,18 @@ class Suggestions:
         sampler, prune: How trials are chosen, and whether successive halving ends the worse half of them early.
         seed: Of the sampler. A trial's suggestion depends on it, on the trial's number and on the trials before it, so
             that a search that was killed continues as it would have.
+        storage: An Optuna storage instead of the file in `folder`.
     """
 
     def __init__(
-        self, folder: Path, space: Sequence[Dimension], sampler: Sampler, prune: bool, seed: int, name: str
+        self,
+        folder: Path,
+        space: Sequence[Dimension],
+        sampler: Sampler,
+        prune: bool,
+        seed: int,
+        name: str,
+        storage: Any = None,
     ):
         optuna = import_optuna()
         from sqlalchemy.exc import SQLAlchemyError
@@ -61,14 +72,12 @@ class Suggestions:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._optuna, self._space, self._sampler, self._seed = optuna, space, sampler, seed
         self._asked: dict[int, Any] = {}  # Optuna's objects of running trials
-        pruner = (
-            optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=REDUCTION_FACTOR)
-            if prune
-            else optuna.pruners.NopPruner()
-        )
+        pruner = self.make_pruner() if prune else optuna.pruners.NopPruner()
+        if storage is None:
+            storage = f"sqlite:///{folder / FILE}"
         try:
             self._study = optuna.create_study(
-                storage=f"sqlite:///{folder / FILE}", study_name=name, pruner=pruner, load_if_exists=True
+                storage=storage, study_name=name, pruner=pruner, load_if_exists=True
             )
             if not self._study.trials:
                 self._study.enqueue_trial({one.name: one.default_parameter for one in space})
@@ -77,7 +86,7 @@ class Suggestions:
 
     def ask(self) -> tuple[int, dict[str, Any]]:
         """Return the number and the parameters of a new trial. The first one has the default of every key."""
-        self._study.sampler = self._make_sampler(len(self._study.get_trials(deepcopy=False)))
+        self._study.sampler = self.make_sampler(len(self._study.get_trials(deepcopy=False)))
         trial = self._study.ask()
         self._asked[trial.number] = trial
         return trial.number, {one.name: one.suggest(trial) for one in self._space}
@@ -104,7 +113,7 @@ class Suggestions:
         self._tell(number, self._optuna.trial.TrialState.PRUNED, None, 0.0, attributes)
 
     def refuse(self, number: int, excess: float, **attributes: Any) -> None:
-        """Record a trial that is not possible. excess: how far from possible, above 0; TPE learns from it."""
+        """Record a trial that is not possible. excess: how far from possible, above 0; samplers learn from it."""
         self._tell(number, self._optuna.trial.TrialState.PRUNED, None, max(excess, 1e-6), attributes)
 
     def fail(self, number: int, **attributes: Any) -> None:
@@ -135,8 +144,16 @@ class Suggestions:
             evaluator = self._optuna.importance.PedAnovaImportanceEvaluator()
             return dict(self._optuna.importance.get_param_importances(self._study, evaluator=evaluator))
 
-    def _make_sampler(self, number: int) -> Any:
+    def make_pruner(self) -> Any:
+        """Return Optuna's pruner of a search that ends trials early."""
+        return self._optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=REDUCTION_FACTOR)
+
+    def make_sampler(self, number: int) -> Any:
+        """Return Optuna's sampler for a trial, by its number."""
         samplers = self._optuna.samplers
+        if self._sampler == "gp":
+            trials = self._study.get_trials(deepcopy=False)
+            return make_gp_sampler(self._optuna, trials, self._seed * 100_003 + number)
         if self._sampler == "random":
             return samplers.RandomSampler(seed=self._seed * 100_003 + number)
         return samplers.TPESampler(
