@@ -1,7 +1,7 @@
 """The trials of a search in Optuna's study: what is suggested, reported, pruned and kept.
 
-Optuna is used because its TPE with constraints, its pruners and its storage are well maintained, and its dashboard
-reads the same file. The storage is SQLite, so that a kill at any moment leaves no partial change.
+Optuna is used because its samplers with constraints, its pruners and its storage are well maintained, and its
+dashboard reads the same file. The storage is SQLite, so that a kill at any moment leaves no partial change.
 """
 
 import warnings

@@ -152,6 +152,13 @@ def test_a_best_trial_at_the_edge_of_its_range_is_reported(tmp_path: Path) -> No
     assert outcome.edge_text in text and f"deskside {outcome.further_command}" in text
 
 
+def test_a_gaussian_process_finds_the_known_best_in_ten_trials(tmp_path: Path) -> None:
+    where, _ = made_search.begin(tmp_path / "s", sampler="gp", max_trials=10, seeds=1)
+    outcome, _ = made_search.run(where)
+    assert outcome.settings["optim.lr"] == pytest.approx(made_search.BEST_LR, rel=0.2)
+    assert "by a Gaussian process (Optuna)" in write_report(where.path).with_suffix(".md").read_text()
+
+
 @pytest.mark.full
 def test_kill_9_in_mid_trial_loses_and_repeats_nothing(tmp_path: Path) -> None:
     where, _ = made_search.begin(tmp_path / "s", max_trials=4, prune=False)
