@@ -72,40 +72,19 @@ def gamma(share: float) -> Callable[[int], int]:
     return lambda trials: max(1, round(share * trials))
 
 
-_halving, _first = (
-    optuna.pruners.SuccessiveHalvingPruner,
-    lambda: FirstRung(min_resource=1, reduction_factor=2),
-)
 VARIANTS = {
     "random": Variant("random", prune=False),
-    "random-halving": Variant("random"),
     "tpe": Variant(),
     "startup-3": Variant(sampler=tpe(3)),
     "startup-5": Variant(sampler=tpe(5)),
-    "startup-12": Variant(sampler=tpe(12)),
     "startup-qmc": Variant(sampler=tpe(1), startup=quasi_random, startup_trials=STARTUP_TRIALS),
     "startup-near": Variant(sampler=tpe(1), startup=near_default, startup_trials=STARTUP_TRIALS),
     "near-4": Variant(sampler=tpe(1), startup=near_default, startup_trials=4),
     "gamma-0.2": Variant(sampler=tpe(gamma=gamma(0.2))),
     "gamma-0.3": Variant(sampler=tpe(gamma=gamma(0.3))),
-    "candidates-8": Variant(sampler=tpe(n_ei_candidates=8)),
     "candidates-100": Variant(sampler=tpe(n_ei_candidates=100)),
-    "endpoints": Variant(sampler=tpe(consider_endpoints=True)),
-    "group": Variant(sampler=tpe(group=True)),
-    "univariate": Variant(sampler=tpe(multivariate=False)),
     "prune-none": Variant(prune=False),
-    "prune-first": Variant(pruner=_first),
-    "prune-second": Variant(pruner=lambda: _halving(min_resource=2, reduction_factor=2)),
-    "prune-third": Variant(pruner=lambda: _halving(min_resource=1, reduction_factor=3)),
-    "prune-patient": Variant(pruner=lambda: optuna.pruners.PatientPruner(_halving(1, 2), patience=1)),
-    "prune-hyperband": Variant(pruner=lambda: optuna.pruners.HyperbandPruner(1, 4, 2)),
-    "prune-median": Variant(pruner=lambda: optuna.pruners.MedianPruner(n_startup_trials=2)),
+    "prune-first": Variant(pruner=lambda: FirstRung(min_resource=1, reduction_factor=2)),
     "gp": Variant("gp"),
-    "gp-none": Variant("gp", prune=False),
-    "gp-first": Variant("gp", pruner=_first),
-    "gp-third": Variant("gp", pruner=lambda: _halving(min_resource=1, reduction_factor=3)),
-    "optuna-gp": Variant(sampler=optuna_gp(4)),
     "optuna-gp-none": Variant(sampler=optuna_gp(4), prune=False),
-    "optuna-gp-first": Variant(sampler=optuna_gp(4), pruner=_first),
-    "optuna-gp-after-tpe": Variant(sampler=optuna_gp(1), startup=tpe(), startup_trials=16),
 }
