@@ -41,7 +41,7 @@ class Edges:
     command: str = ""
 
     def text(self) -> str:
-        """Return what it means in one or two sentences, or ""."""
+        """Return the report's sentences about these edges, or ""."""
         if not self.edges:
             return ""
         found = [

@@ -90,7 +90,7 @@ class Outcome:
 
     @property
     def edge_text(self) -> str:
-        """What it means that the best trial is at the edge of what was searched, or ""."""
+        """The report's sentences about ranges whose edge the best trial is at, or ""."""
         return "" if self.edges is None else self.edges.text()
 
     @property
