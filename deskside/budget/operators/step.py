@@ -68,10 +68,10 @@ def step_operators(shape: Shape, spec: StepSpec, traced: bool = False) -> list[O
         *quantizing(dense_traffic, inputs, output_gradients, s),
         *quantizing_experts(s),
     ]
-    # The backward of a fused sublayer does not compute the sublayer's output again, which it does not need.
-    output = 1 if spec.fused else 0
-    attention_again = s.attention_weights - output * s.hidden * s.queries
-    mlp_again = s.mlp_weights - output * s.hidden * s.mlp_width
+    attention_again, mlp_again = s.attention_weights, s.mlp_weights
+    if spec.fused:  # the backward does not need the output of a sublayer, and does not compute it again
+        attention_again -= s.hidden * s.queries
+        mlp_again -= s.hidden * s.mlp_width
     if spec.activation_checkpointing in ("attention", "block"):
         recomputed = RECOMPUTED * (rope + norm / 2)
         operators += [

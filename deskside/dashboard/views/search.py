@@ -78,7 +78,9 @@ def _draw_head(context: Context, path: Path, name: str) -> None:
     st.write(literal(outcome.answer))
     if outcome.edge_text:
         st.write(literal(outcome.edge_text))
-    how = METHODS.get(outcome.sampler, outcome.sampler) + " with successive halving" * outcome.prune
+    how = METHODS.get(outcome.sampler, outcome.sampler)
+    if outcome.prune:
+        how += " with successive halving"
     counts = ", ".join(f"{count} {_status(search, status)}" for status, count in outcome.counts().items())
     parts = [search.status, time, f"{how}: {counts or 'no trial yet'}", outcome.proxy]
     st.caption(literal(" · ".join(parts)))
