@@ -18,9 +18,9 @@ MIN_STEPS = 200  # the batch is chosen small enough for about this many steps
 MAX_SECONDS = 365 * 86400.0  # longer runs get the verdict "no"
 TOO_LONG = "that is more than a year of training: it needs more or faster cards, or a smaller goal"
 TOO_SMALL = "the budget is too small to learn anything; give more of it"
-# Seconds before the first step if not measured. On an H200 machine they were 20 to 48 s for one stage (docs/log.md); a
-# desktop's processor compiles more slowly, and three stages compile three times.
-SETUP_SECONDS = 90.0
+# Seconds before the first step if not measured. In 74 runs on the host of an H200 they were 6 to 25 s, 16 to 25 s with
+# empty caches (docs/log.md, 2026-11-30); a desktop's processor compiles more slowly.
+SETUP_SECONDS = 30.0
 
 
 def run_length(request: PlanRequest, step: StepEstimate, end: int = 1) -> tuple[Range, Range] | None:

@@ -214,7 +214,7 @@ def test_the_target_is_where_a_brute_force_finds_it() -> None:
 
 def test_out_of_reach_and_too_short_say_so() -> None:
     assert "out of reach" in make_plan(made.request("loss", 0.3)).reason_texts()[0]
-    assert "too short" in make_plan(made.request("hours", 0.01)).reason_texts()[0]
+    assert "too short" in make_plan(made.request("hours", 0.005)).reason_texts()[0]
     for few in (made.request("tokens", 1), made.request("flops", 1e-5), made.request(unique_tokens=1)):
         assert make_plan(few).verdict == "no"
         assert "too small" in make_plan(few).reason_texts()[0]

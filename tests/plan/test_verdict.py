@@ -205,7 +205,7 @@ def test_a_size_is_compared_with_what_is_trained_alike() -> None:
 
 
 def test_too_little_time_and_a_loss_out_of_reach_are_a_no() -> None:
-    short = make_plan(made.request(value=0.02, given=made.given("124m")))
+    short = make_plan(made.request(value=0.005, given=made.given("124m")))
     assert short.verdict == "no" and "time is too short" in short.reason_texts()[0]
     deep = make_plan(made.request("loss", 0.70, given=made.given("124m")))
     assert deep.verdict == "no" and "out of reach" in deep.reason_texts()[0]

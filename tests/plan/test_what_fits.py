@@ -61,5 +61,5 @@ def test_models_are_sorted_and_differ(rows: list[FitRow]) -> None:
 
 
 def test_too_little_time_learns_nothing() -> None:
-    rows = what_fits(made.request(), (0.02,))
+    rows = what_fits(made.request(), (0.005,))
     assert {cell.state for row in rows for cell in row.cells} == {"too short", "no"}
