@@ -254,7 +254,7 @@ def test_a_plan_that_says_no_gives_only_the_reasons_for_that(
     """The time is too short. Whether the model fits, and how fast it would be, does not matter."""
     for memory_gib in (None, 4.0):  # with less memory, it fits with other options
         with pytest.raises(RunError, match="the time is too short") as error:
-            phases.plan(make_request(data, tmp_path, preset="340m", memory_gib=memory_gib), 60.0)
+            phases.plan(make_request(data, tmp_path, preset="340m", memory_gib=memory_gib), 20.0)
         assert "fit" not in str(error.value) and "as requested" not in str(error.value)
 
 
