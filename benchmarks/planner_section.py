@@ -23,7 +23,6 @@ from benchmarks.planner_tables import HEADINGS, Errors, prose, signed_error, sum
 from deskside.budget.memory import training_memory
 from deskside.budget.shape import num_params
 
-LATER_TITLE = "## A later draw,"
 STEADY = 0.05  # noise of a row, as in the table of every configuration
 LATER = (
     "A probe of three minutes on the same card preceded them. The other three cards of the host trained meanwhile. "
@@ -125,7 +124,7 @@ def later_section(comparison: Comparison, points: Path) -> list[str]:
         ),
     ]
     return [
-        f"{LATER_TITLE} {comparison.rows[0].row['when'][:10]}",
+        f"## A later draw, {comparison.rows[0].row['when'][:10]}",
         "",
         *prose(
             f"{len(comparison.rows)} configurations of the draw with seed {comparison.rows[0].row['seed']}: "

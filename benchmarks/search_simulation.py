@@ -27,7 +27,6 @@ from benchmarks.search_surrogate import Surrogate, bowl, fit, interior, rough, u
 from benchmarks.search_variants import VARIANTS, Variant
 from deskside.study.search.outcome import Outcome, SearchTrial, best_so_far
 from deskside.study.search.search_folder import SearchFolder, SearchPlan
-from deskside.study.search.search_queue import CONFIRM_MARGIN
 from deskside.study.search.suggestions import RUNGS, Suggested, Suggestions, import_optuna
 
 QUARTERS = (0.25, 0.5, 0.75, 1.0)
@@ -65,8 +64,7 @@ def simulate(variant: Variant, surrogate: Surrogate, plan: SearchPlan, seed: int
     spent, setups, trials = 0.0, list[float](), list[SearchTrial]()
     while True:
         setup = sum(setups) / len(setups) if setups else plan.setup_seconds
-        end = 3600 * plan.hours - CONFIRM_MARGIN * plan.confirm_seconds(1, setup)
-        if spent + plan.trial_seconds + setup > end:
+        if spent + plan.trial_seconds + setup > plan.end_seconds(1, setup):
             return Outcome(
                 plan.name, variant.name, variant.prune, plan.hours, 1, "", trials, best_so_far(trials)
             )

@@ -74,20 +74,20 @@ def conduct(
         runner.write_results()
         spent.save()
         write_progress()
-        trials = search_trials(suggestions.trials())
-        best, results = best_trial(trials), None
+        suggested = suggestions.trials()
+        trials = search_trials(suggested)
+        best, results, edges = best_trial(trials), None, None
+        if best is not None:
+            edges = find_edges(plan, suggested[best.number].parameters, best.settings, folder.path)
         if stopped is None and best is not None and best.number != 0:
-            parameters = suggestions.trials()[best.number].parameters
+            parameters = suggested[best.number].parameters
             # From here on, settings are the target's; a proxy's may be smaller.
             best = replace(best, settings=settings_of(plan, plan.target(parameters)))
             results, stopped = _confirm(folder, plan, parameters, best, executor, spent, queue, target)
             write_preset(folder, plan, parameters, answer(plan, best, results, stopped is None))
         spent.save()
         outcome = _outcome(plan, trials, best, results, devices, spent.seconds(), stopped is None)
-        if best is not None:
-            found = suggestions.trials()[best.number]
-            edges = find_edges(plan, found.parameters, found.attributes["settings"], folder.path)
-            outcome = replace(outcome, edges=edges)
+        outcome = replace(outcome, edges=edges)
         if outcome.trials:
             outcome.importances.update(suggestions.importances())
         write_outcome(outcome, folder.path)

@@ -3,7 +3,7 @@
 import math
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,7 @@ def _moved(one: Dimension, up: bool, config: RunConfig) -> Dimension | None:
 def _ends(one: Dimension, low: float, high: float) -> tuple[float, float]:
     """Return the ends as `--over` takes them, rounded outwards to three digits."""
     if one.kind == "doublings":
-        return one.default * 2.0**low, one.default * 2.0**high
+        return replace(one, low=low, high=high).ends
     if one.kind == "one minus":
         return 1 - _rounded(1 - low, up=True), 1 - _rounded(1 - high, up=False)
     return _rounded(low, up=False), _rounded(high, up=True)
@@ -143,9 +143,7 @@ def _over(one: Dimension, config: RunConfig) -> str:
         usual = None
     if one == usual:
         return one.key
-    low, high = one.low, one.high
-    if one.kind == "doublings":
-        low, high = one.default * 2.0**low, one.default * 2.0**high
+    low, high = one.ends
     return f"{one.key}={low:.10g}:{high:.10g}"
 
 

@@ -36,6 +36,7 @@ PLAN, SPENT, RESULT, WINNER = "search.json", "spent.json", "result.json", "winne
 SCHEMA_VERSION = 1
 SEED = 1  # of every trial; the confirmation has the seeds after it
 SAVE_SECONDS = 5.0  # between two writes of spent.json
+CONFIRM_MARGIN = 1.15  # trials of the confirmation may take longer than those of the search did
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,10 @@ class SearchPlan:
         """Return how long the confirmation takes on several devices."""
         training = self.target_seconds if self.confirm_at_target else self.trial_seconds
         return confirmation_rounds(self.seeds, devices) * (training + setup_seconds)
+
+    def end_seconds(self, devices: int, setup_seconds: float) -> float:
+        """Return the seconds of the search after which the confirmation must begin."""
+        return 3600 * self.hours - CONFIRM_MARGIN * self.confirm_seconds(devices, setup_seconds)
 
 
 def confirmation_rounds(seeds: int, devices: int) -> int:

@@ -29,7 +29,6 @@ from deskside.utils.format import percent
 
 GROUP = "search"
 READ_SECONDS = 0.5  # between two looks at the metrics of a running trial
-CONFIRM_MARGIN = 1.15  # its trials may take longer than those of the search did
 MAX_MISSES = 60  # suggestions in a row that are impossible or repeated
 MAX_FAILED = 3  # trials that fail before one finishes
 NOT_POSSIBLE = ("oom", "diverged", "refused")
@@ -168,8 +167,7 @@ class SearchQueue:
     @property
     def end_seconds(self) -> float:
         """Seconds of the search after which the confirmation must begin."""
-        confirm = self._plan.confirm_seconds(self._devices, self.setup_seconds)
-        return 3600 * self._plan.hours - CONFIRM_MARGIN * confirm
+        return self._plan.end_seconds(self._devices, self.setup_seconds)
 
     def reason_to_end(self, trial: ArmAndSeed, run: Path) -> str | None:
         """Return why successive halving, or the end of the time, ends a running trial."""

@@ -100,8 +100,7 @@ class Dimension:
             return trial.suggest_categorical(self.name, self.choices)
         if self.kind in ("doublings", "layers", "integer"):
             return trial.suggest_int(self.name, int(self.low), int(self.high), log=self.kind == "layers")
-        low, high = (1 - self.high, 1 - self.low) if self.kind == "one minus" else (self.low, self.high)
-        return trial.suggest_float(self.name, low, high, log=self.kind != "linear")
+        return trial.suggest_float(self.name, *self._parameter_ends, log=self.kind != "linear")
 
     def position(self, parameter: Any) -> float:
         """Return where a parameter is in the range on its scale: 0 at the low end of the parameter, 1 at the high end.
@@ -110,11 +109,14 @@ class Dimension:
         """
         if self.kind == "choice":
             return self.choices.index(parameter) / max(1, len(self.choices) - 1)
-        low, high = (1 - self.high, 1 - self.low) if self.kind == "one minus" else (self.low, self.high)
-        ends = low, high, parameter
+        low, high = self._parameter_ends
         if self.kind in ("log", "one minus", "layers"):
-            ends = math.log(low), math.log(high), math.log(parameter)
-        return (ends[2] - ends[0]) / (ends[1] - ends[0])
+            low, high, parameter = math.log(low), math.log(high), math.log(parameter)
+        return float((parameter - low) / (high - low))
+
+    @property
+    def _parameter_ends(self) -> tuple[float, float]:
+        return (1 - self.high, 1 - self.low) if self.kind == "one minus" else (self.low, self.high)
 
     def layer(self, parameter: Any, base: RunConfig) -> dict[str, Any]:
         """Return the configuration layer of a parameter. base: the default of the trials, or of the target."""
@@ -136,13 +138,18 @@ class Dimension:
         return layer
 
     @property
+    def ends(self) -> tuple[float, float]:
+        """The ends of the range as `--over` takes them."""
+        if self.kind == "doublings":
+            return self.default * 2.0**self.low, self.default * 2.0**self.high
+        return self.low, self.high
+
+    @property
     def range_text(self) -> str:
         """The range as text."""
         if self.kind == "choice":
             return ", ".join(str(choice).lower() for choice in self.choices)
-        low, high = self.low, self.high
-        if self.kind == "doublings":
-            low, high = self.default * 2.0**low, self.default * 2.0**high
+        low, high = self.ends
         how = {"log": ", logarithmic", "one minus": ", logarithmic in 1 - value", "doublings": ", doublings"}
         how["layers"] = " layers, width in proportion"
         return f"{low:g} to {high:g}{how.get(self.kind, '')}"
