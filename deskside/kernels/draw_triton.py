@@ -11,8 +11,7 @@ Without top_k and top_p, no order is needed: `_draw_from_piece` draws from each 
 row, and `_best_draw` takes the best of the pieces.
 
 Otherwise, `_draw_above_threshold` searches for the smallest logit that top_k and top_p keep, instead of sorting: it
-reads the row up to ten times for each of them (32-bit logits: twenty), in one program. For top_p, the search begins
-at the smallest logit that can matter.
+reads the row up to ten times for each of them (32-bit logits: twenty), in one program.
 
 A row whose temperature is 0 keeps its first token only. All random numbers and their meaning are those of
 engine/counter_rng.py.
@@ -273,10 +272,7 @@ def _draw_above_threshold(  # type: ignore[no-untyped-def]
         above, at = _above_and_at(ROW, V, largest, temperature, threshold, False, SHIFT, PIECE)
         limit = top_p * (above + ties.to(tl.float32) * at)
         of_top_k = threshold
-        # All V logits at most this large have a share of less than 1 - top_p together, so top_p keeps none of them.
-        unlikely = _order(largest + temperature * tl.log((1 - top_p) / (2 * V)), SHIFT)
-        low = tl.maximum(of_top_k, unlikely) - 1
-        threshold = _threshold(ROW, V, largest, temperature, low, limit, False, SHIFT, PIECE)
+        threshold = _threshold(ROW, V, largest, temperature, of_top_k - 1, limit, False, SHIFT, PIECE)
         above, at = _above_and_at(ROW, V, largest, temperature, threshold, False, SHIFT, PIECE)
         needed = tl.ceil((limit - above) / at).to(tl.int64)
         ties = tl.where(threshold == of_top_k, tl.minimum(needed, ties), needed)
