@@ -10,8 +10,8 @@ With a `top_k` of at most `width`, `_most_probable` sorts the pieces of a row an
 Without top_k and top_p, no order is needed: `_draw_from_piece` draws from each piece, given the largest logit of the
 row, and `_best_draw` takes the best of the pieces.
 
-Otherwise, `_draw_above_threshold` searches for the smallest logit that top_k and top_p keep, instead of sorting: it
-reads the row up to ten times for each of them (32-bit logits: twenty), in one program.
+Otherwise, `_find_threshold` first searches for the smallest logit that top_k and top_p keep, instead of sorting: one
+program for each row reads it up to ten times for each of them (32-bit logits: twenty).
 
 A row whose temperature is 0 keeps its first token only. All random numbers and their meaning are those of
 engine/counter_rng.py.
@@ -27,7 +27,7 @@ from deskside.kernels import decode_step, decode_step_triton
 from deskside.kernels.decode_triton import exponential
 from deskside.kernels.dependent_launch import launch_options
 
-PIECE = 4096  # logits per program
+PIECE = 4096  # logits per program that ranks
 ZERO_BITS = {torch.bfloat16: 16, torch.float16: 13}  # of the type's values in float32
 NOT_FINITE = tl.constexpr(decode_step.NOT_FINITE)
 NO_KEY, NO_SHORT_KEY = tl.constexpr(-(2**63)), tl.constexpr(-(2**31))  # below those of all logits
@@ -125,11 +125,13 @@ def _draw_from_ranked(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _draw_from_piece(  # type: ignore[no-untyped-def]
-    LOGITS, LARGEST, FIRST, FLOATS, INTEGERS, COUNT, SCORE, TOKEN, SCALED, SUM, V,
+    LOGITS, LARGEST, FIRST, THRESHOLD, TIES, FLOATS, INTEGERS, COUNT, SCORE, TOKEN, SCALED, SUM, V,
     row_stride, count_stride,
-    PURPOSE: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    PURPOSE: tl.constexpr, SHIFT: tl.constexpr, SEARCHED: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """LARGEST, FIRST: of `decode_step_triton.largest_of_pieces`. SCORE, SCALED, SUM: (B, pieces) float32; TOKEN: int32.
+    """LARGEST, FIRST: of `decode_step_triton.largest_of_pieces`. THRESHOLD, TIES: of `_find_threshold`, if SEARCHED.
+    SCORE, SCALED, SUM: (B, pieces) float32; TOKEN: int32.
 
     SUM: of the exponentials of the scaled logits that are kept. TOKEN: that of the largest SCORE, and SCALED its logit.
     """
@@ -142,19 +144,24 @@ def _draw_from_piece(  # type: ignore[no-untyped-def]
     largest = tl.max(maxima, axis=0)
     firsts = tl.load(FIRST + row * pieces + other, other < pieces, V)
     first = tl.min(tl.where(maxima == largest, firsts, V), axis=0)
+    place = row * pieces + piece
     temperature = tl.load(FLOATS + 6 * row)
     # A greedy row: no logit reaches twice the largest probability, so only the first of the largest is kept.
     min_p = tl.where(temperature > 0, tl.load(FLOATS + 6 * row + 2), 2.0)
     token = piece * PIECE + tl.arange(0, PIECE)
     x = tl.load(LOGITS + row * row_stride + token, token < V, float("-inf")).to(tl.float32)
     scaled = (x - largest) / tl.where(temperature > 0, temperature, 1.0)
-    keep = (token == first) | (scaled >= tl.log(min_p))
-    kept = tl.where(keep, scaled, float("-inf"))
+    keep = scaled >= tl.log(min_p)
+    if SEARCHED:
+        order, threshold = _order(x, SHIFT), tl.load(THRESHOLD + row)
+        at_threshold = tl.where((order == threshold) & (token < V), 1, 0)
+        rank = tl.cumsum(at_threshold, axis=0) - at_threshold
+        keep = keep & ((order > threshold) | ((order == threshold) & (rank < tl.load(TIES + place))))
+    kept = tl.where(keep | (token == first), scaled, float("-inf"))
     stream = tl.load(INTEGERS + 2 * row + 1)
     score = kept - tl.log(exponential(stream, tl.load(COUNT + row * count_stride), token, PURPOSE))
     best = tl.max(score, axis=0)
     winner = tl.min(tl.where(score == best, token, V), axis=0)
-    place = row * pieces + piece
     tl.store(SCORE + place, best)
     tl.store(TOKEN + place, winner)
     tl.store(SCALED + place, tl.sum(tl.where(token == winner, kept, 0.0), axis=0))
@@ -205,21 +212,23 @@ def _above_and_at(  # type: ignore[no-untyped-def]
     ROW, V, largest, temperature, threshold, COUNTED: tl.constexpr, SHIFT: tl.constexpr, PIECE: tl.constexpr
 ):
     """Return the sum of the weights of the logits above a threshold, and the weight of one logit at it, or 0."""
-    above, at = 0.0, 0.0
+    above = tl.zeros((PIECE,), tl.float32)
+    at = tl.zeros((PIECE,), tl.float32)
     for start in range(0, V, PIECE):
         order, weight = _weights(ROW, V, start, largest, temperature, COUNTED, SHIFT, PIECE)
-        above += tl.sum(tl.where(order > threshold, weight, 0.0), axis=0)
-        at = tl.maximum(at, tl.max(tl.where(order == threshold, weight, 0.0), axis=0))
-    return above, at
+        above += tl.where(order > threshold, weight, 0.0)
+        at = tl.maximum(at, tl.where(order == threshold, weight, 0.0))
+    return tl.sum(above, axis=0), tl.max(at, axis=0)
 
 
 @triton.jit
-def _threshold(  # type: ignore[no-untyped-def]
+def _search(  # type: ignore[no-untyped-def]
     ROW, V, largest, temperature, low, limit, COUNTED: tl.constexpr, SHIFT: tl.constexpr, PIECE: tl.constexpr
 ):
     """Return the smallest integer above `low` for which the weights of the logits above it sum to less than `limit`.
 
-    Each pass over the row leaves a quarter of the integers.
+    Each pass over the row leaves a quarter of the integers. It adds up the pieces by place and reduces once at its end:
+    a reduction for each piece would take longer than the piece.
     """
     low = low.to(tl.int64)
     high = _order(largest, SHIFT).to(tl.int64)
@@ -228,77 +237,63 @@ def _threshold(  # type: ignore[no-untyped-def]
         a = low + step
         b = tl.minimum(a + step, high - 1)
         c = tl.minimum(b + step, high - 1)
-        above_a, above_b, above_c = 0.0, 0.0, 0.0
+        weights_a = tl.zeros((PIECE,), tl.float32)
+        weights_b = tl.zeros((PIECE,), tl.float32)
+        weights_c = tl.zeros((PIECE,), tl.float32)
         for start in range(0, V, PIECE):
             order, weight = _weights(ROW, V, start, largest, temperature, COUNTED, SHIFT, PIECE)
-            above_a += tl.sum(tl.where(order > a.to(tl.int32), weight, 0.0), axis=0)
-            above_b += tl.sum(tl.where(order > b.to(tl.int32), weight, 0.0), axis=0)
-            above_c += tl.sum(tl.where(order > c.to(tl.int32), weight, 0.0), axis=0)
+            weights_a += tl.where(order > a.to(tl.int32), weight, 0.0)
+            weights_b += tl.where(order > b.to(tl.int32), weight, 0.0)
+            weights_c += tl.where(order > c.to(tl.int32), weight, 0.0)
+        above_a = tl.sum(weights_a, axis=0)
+        above_b = tl.sum(weights_b, axis=0)
+        above_c = tl.sum(weights_c, axis=0)
         low = tl.where(above_c >= limit, c, tl.where(above_b >= limit, b, tl.where(above_a >= limit, a, low)))
         high = tl.where(above_a < limit, a, tl.where(above_b < limit, b, tl.where(above_c < limit, c, high)))
     return high.to(tl.int32)
 
 
 @triton.jit
-def _draw_above_threshold(  # type: ignore[no-untyped-def]
-    LOGITS, LARGEST, FLOATS, INTEGERS, COUNT, TOKEN, LOGPROB, V, pieces,
-    row_stride, count_stride,
-    PURPOSE: tl.constexpr, SHIFT: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+def _find_threshold(  # type: ignore[no-untyped-def]
+    LOGITS, LARGEST, FLOATS, INTEGERS, THRESHOLD, TIES, V, pieces,
+    row_stride,
+    SHIFT: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """LARGEST: (B, pieces) of `decode_step_triton.largest_of_pieces`; the others as in `_draw_from_ranked`."""
+    """Write THRESHOLD (B,) int32, `_order` of the smallest logit that is kept, and TIES (B, pieces) int32, how many of
+    the logits at the threshold each piece keeps, the first ones. LARGEST: (B, pieces) of `largest_of_pieces`."""
     row = tl.program_id(0).to(tl.int64)
     if PDL:
         gdc_launch_dependents()
         gdc_wait()
     piece = tl.arange(0, BLOCK)
     largest = tl.max(tl.load(LARGEST + row * pieces + piece, piece < pieces, float("-inf")), axis=0)
-    finite = tl.abs(largest) < float("inf")
     temperature = tl.load(FLOATS + 6 * row)
-    greedy = temperature == 0
-    temperature = tl.where(greedy, 1.0, temperature)
-    top_k = tl.where(greedy, 1, tl.load(INTEGERS + 2 * row))
-    top_p = tl.where(greedy, 1.0, tl.load(FLOATS + 6 * row + 1))
-    min_p = tl.load(FLOATS + 6 * row + 2)
+    needs_search = (tl.abs(largest) < float("inf")) & (temperature > 0)
+    top_k = tl.load(INTEGERS + 2 * row)
+    top_p = tl.load(FLOATS + 6 * row + 1)
     ROW = LOGITS + row * row_stride
-    # Logits above the threshold are kept, and the first `ties` of those at the threshold.
-    lowest = _order(tl.full((), float("-inf"), tl.float32), SHIFT) - 1
-    threshold = lowest
+    threshold = _order(tl.full((), float("-inf"), tl.float32), SHIFT) - 1
     ties = V.to(tl.int64)
-    if finite & (top_k < V):
-        threshold = _threshold(ROW, V, largest, temperature, lowest, top_k.to(tl.float32), True, SHIFT, PIECE)
+    if needs_search & (top_k < V):
+        k = top_k.to(tl.float32)
+        threshold = _search(ROW, V, largest, temperature, threshold, k, True, SHIFT, PIECE)
         above, _ = _above_and_at(ROW, V, largest, temperature, threshold, True, SHIFT, PIECE)
         ties = top_k - above.to(tl.int64)
-    if finite & (top_p < 1):
+    if needs_search & (top_p < 1):
         above, at = _above_and_at(ROW, V, largest, temperature, threshold, False, SHIFT, PIECE)
         limit = top_p * (above + ties.to(tl.float32) * at)
         of_top_k = threshold
-        threshold = _threshold(ROW, V, largest, temperature, of_top_k - 1, limit, False, SHIFT, PIECE)
+        threshold = _search(ROW, V, largest, temperature, of_top_k - 1, limit, False, SHIFT, PIECE)
         above, at = _above_and_at(ROW, V, largest, temperature, threshold, False, SHIFT, PIECE)
         needed = tl.ceil((limit - above) / at).to(tl.int64)
         ties = tl.where(threshold == of_top_k, tl.minimum(needed, ties), needed)
-    stream, count = tl.load(INTEGERS + 2 * row + 1), tl.load(COUNT + row * count_stride)
-    best, total, logit = float("-inf"), 0.0, 0.0
-    winner = tl.full((), NOT_FINITE, tl.int64)
-    seen = tl.zeros((), tl.int64)  # logits at the threshold
+    tl.store(THRESHOLD + row, threshold)
     for start in range(0, V, PIECE):
         token = start + tl.arange(0, PIECE)
         x = tl.load(ROW + token, token < V, float("-inf")).to(tl.float32)
-        order = _order(x, SHIFT)
-        at_threshold = tl.where((order == threshold) & (token < V), 1, 0)
-        rank = seen + tl.cumsum(at_threshold, axis=0) - at_threshold
-        scaled = (x - largest) / temperature
-        keep = (order > threshold) | ((order == threshold) & (rank < ties))
-        kept = tl.where(keep & (scaled >= tl.log(min_p)), scaled, float("-inf"))
-        total += tl.sum(tl.exp(kept), axis=0)
-        seen += tl.sum(at_threshold, axis=0)
-        score = kept - tl.log(exponential(stream, count, token, PURPOSE))
-        best_here = tl.max(score, axis=0)
-        if best_here > best:
-            best = best_here
-            here = tl.min(tl.where(score == best_here, token, V), axis=0)
-            winner = here.to(tl.int64)
-            logit = tl.sum(tl.where(token == here, kept, 0.0), axis=0)
-    _store(TOKEN, LOGPROB, row, largest, winner, logit - tl.log(total))
+        at_threshold = tl.sum(tl.where((_order(x, SHIFT) == threshold) & (token < V), 1, 0), axis=0)
+        tl.store(TIES + row * pieces + start // PIECE, tl.maximum(tl.minimum(ties, PIECE), 0).to(tl.int32))
+        ties -= at_threshold
 
 
 def draw_from_ranked(
@@ -330,23 +325,8 @@ def draw_from_all(
     logits_BV: Tensor, floats_B6: Tensor, integers_B2: Tensor, count_B: Tensor, purpose: int
 ) -> tuple[Tensor, Tensor]:
     """Sample rows without top_k and top_p; arguments and results as `draw_from_ranked`."""
-    (B, V), device = logits_BV.shape, logits_BV.device
     largest, first = decode_step_triton.largest_of_pieces(logits_BV)
-    pieces = largest.shape[1]
-    block = triton.next_power_of_2(pieces)
-    score, scaled, total = (torch.empty_like(largest) for _ in range(3))
-    token_of_piece = torch.empty_like(first)
-    _draw_from_piece[(B, pieces)](
-        logits_BV, largest, first, floats_B6, integers_B2, count_B, score, token_of_piece, scaled, total, V,
-        logits_BV.stride(0), count_B.stride(0),
-        purpose, decode_step_triton.PIECE, block, num_warps=8, **launch_options(device, B * pieces),
-    )  # fmt: skip
-    token_B, logprob_B = _outputs(B, device)
-    _best_draw[(B,)](
-        largest, score, token_of_piece, scaled, total, token_B, logprob_B, pieces, V, block,
-        num_warps=1, **launch_options(device, B),
-    )  # fmt: skip
-    return token_B, logprob_B
+    return _draw_from_pieces(logits_BV, largest, first, None, None, floats_B6, integers_B2, count_B, purpose)
 
 
 def draw_above_threshold(
@@ -354,14 +334,41 @@ def draw_above_threshold(
 ) -> tuple[Tensor, Tensor]:
     """Sample rows with any settings; arguments and results as `draw_from_ranked`."""
     (B, V), device = logits_BV.shape, logits_BV.device
-    largest, _ = decode_step_triton.largest_of_pieces(logits_BV)
+    largest, first = decode_step_triton.largest_of_pieces(logits_BV)
     pieces = largest.shape[1]
-    token_B, logprob_B = _outputs(B, device)
-    _draw_above_threshold[(B,)](
-        logits_BV, largest, floats_B6, integers_B2, count_B, token_B, logprob_B, V, pieces,
-        logits_BV.stride(0), count_B.stride(0),
-        purpose, ZERO_BITS.get(logits_BV.dtype, 0), PIECE, triton.next_power_of_2(pieces),
+    threshold = torch.empty(B, dtype=torch.int32, device=device)
+    ties = torch.empty_like(first)
+    _find_threshold[(B,)](
+        logits_BV, largest, floats_B6, integers_B2, threshold, ties, V, pieces, logits_BV.stride(0),
+        ZERO_BITS.get(logits_BV.dtype, 0), decode_step_triton.PIECE, triton.next_power_of_2(pieces),
         num_warps=16, **launch_options(device, B),
+    )  # fmt: skip
+    return _draw_from_pieces(
+        logits_BV, largest, first, threshold, ties, floats_B6, integers_B2, count_B, purpose
+    )
+
+
+def _draw_from_pieces(
+    logits_BV: Tensor, largest: Tensor, first: Tensor, threshold_B: Tensor | None, ties: Tensor | None,
+    floats_B6: Tensor, integers_B2: Tensor, count_B: Tensor, purpose: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Launch `_draw_from_piece` and `_best_draw`. threshold_B, ties: None if top_k and top_p keep all logits."""
+    (B, V), device = logits_BV.shape, logits_BV.device
+    pieces = largest.shape[1]
+    block = triton.next_power_of_2(pieces)
+    score, scaled, total = (torch.empty_like(largest) for _ in range(3))
+    token_of_piece = torch.empty_like(first)
+    _draw_from_piece[(B, pieces)](
+        logits_BV, largest, first, threshold_B, ties, floats_B6, integers_B2, count_B,
+        score, token_of_piece, scaled, total, V,
+        logits_BV.stride(0), count_B.stride(0),
+        purpose, ZERO_BITS.get(logits_BV.dtype, 0), threshold_B is not None, decode_step_triton.PIECE, block,
+        num_warps=8, **launch_options(device, B * pieces),
+    )  # fmt: skip
+    token_B, logprob_B = _outputs(B, device)
+    _best_draw[(B,)](
+        largest, score, token_of_piece, scaled, total, token_B, logprob_B, pieces, V, block,
+        num_warps=1, **launch_options(device, B),
     )  # fmt: skip
     return token_B, logprob_B
 

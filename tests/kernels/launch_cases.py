@@ -470,13 +470,17 @@ def _few_tokens() -> Iterator[CompileCase]:
         launch = draw_triton.draw_from_ranked
         yield recorded(name, CAPABILITIES, launch, logits, *settings, WIDTHS[0], number=number)
         yield _started_early(name, launch, logits, *settings, WIDTHS[0], number=number)
+    launch = draw_triton.draw_above_threshold
     for dtype in (torch.bfloat16, torch.float32):
-        name, launch = (
-            f"draw above a threshold, {dtype}".replace("torch.", ""),
-            draw_triton.draw_above_threshold,
-        )
-        yield recorded(name, CAPABILITIES, launch, _new(16, 151936, dtype=dtype), *settings, number=1)
-        yield _started_early(name, launch, _new(16, 151936, dtype=dtype), *settings, number=1)
+        for number, kernel in (
+            (1, "threshold of the logits that are kept"),
+            (2, "draw from a piece above it"),
+        ):
+            name = f"{kernel}, {dtype}".replace("torch.", "")
+            yield recorded(
+                name, CAPABILITIES, launch, _new(16, 151936, dtype=dtype), *settings, number=number
+            )
+            yield _started_early(name, launch, _new(16, 151936, dtype=dtype), *settings, number=number)
     for number, name in ((1, "draw from a piece"), (2, "best draw")):
         launch = draw_triton.draw_from_all
         yield recorded(name, CAPABILITIES, launch, logits, *settings, number=number)

@@ -66,7 +66,8 @@ HARDEST = {
     "decode attention from new 32 x 8 x 128, 1 tokens, window None, bfloat16",
     "most probable tokens",
     "draw from ranked tokens",
-    "draw above a threshold, bfloat16",
+    "threshold of the logits that are kept, bfloat16",
+    "draw from a piece above it, bfloat16",
     "exponentials of 64",
     "exponentials of 151936",
     *(
