@@ -22,7 +22,8 @@ from deskside.study.execute.journal import FINAL, TrialHistory, replay_file
 from deskside.study.execute.ray_executor import RayExecutor
 from deskside.study.execute.study_folder import StudyFolder, StudyPlan
 from deskside.study.forecast import forecast, local_machine
-from deskside.study.results import PLAN, RESULTS, Results
+from deskside.study.liveness import held_locks, is_running
+from deskside.study.results import INTERRUPTED, PLAN, RESULTS, Results
 from deskside.study.spec import parse_spec
 from deskside.study.spec.expand import Expansion, PlannedArm, expand
 from deskside.study.spec.parse_spec import check_seeds
@@ -250,13 +251,19 @@ def executor_options(name: ExecutorName, devices: str | None) -> str:
 
 def _show_remaining(folder: StudyFolder, plan: StudyPlan, options: StudyOptions, again: list[str]) -> None:
     """Print the trials that --resume would run. Only reads the journal, since another process may be writing it."""
-    histories = replay_file(folder.path / JOURNAL)
-    trials = [(arm, seed, histories.get((arm.id, seed), TrialHistory())) for arm, seed in plan.trials()]
-    remaining = [trial for trial in trials if trial[2].status not in FINAL or trial[2].status in again]
+    histories, locks = replay_file(folder.path / JOURNAL), held_locks()
+    trials: list[tuple[PlannedArm, int, str, str]] = []  # the last two: status, reason
+    for arm, seed in plan.trials():
+        history = histories.get((arm.id, seed), TrialHistory())
+        status: str = history.status
+        if status == "running" and not is_running(folder.path, folder.run(arm.id, seed), locks):
+            status = INTERRUPTED
+        trials.append((arm, seed, status, history.reason))
+    remaining = [trial for trial in trials if trial[2] not in FINAL or trial[2] in again]
     if options.json:
         rows = [
-            {"arm": arm.id, "seed": seed, "status": history.status, "reason": history.reason}
-            for arm, seed, history in trials
+            {"arm": arm.id, "seed": seed, "status": status, "reason": reason}
+            for arm, seed, status, reason in trials
         ]
         print_json({"study": plan.name, "trials": rows, "left": len(remaining)}, indent=1)
         return
@@ -266,9 +273,9 @@ def _show_remaining(folder: StudyFolder, plan: StudyPlan, options: StudyOptions,
     printer.text(
         f"study {plan.name}: {len(trials) - len(remaining)} of {len(trials)} trials are done", "strong"
     )
-    for arm, seed, history in remaining:
-        reason = f": {history.reason}" if history.reason else ""
-        printer.text(f"{arm.label}, seed {seed}: {history.status}{reason}", indent=2, hanging=2)
+    for arm, seed, status, reason in remaining:
+        because = f": {reason}" if reason else ""
+        printer.text(f"{arm.label}, seed {seed}: {status}{because}", indent=2, hanging=2)
 
 
 def _statuses(options: StudyOptions) -> list[str]:

@@ -79,11 +79,21 @@ def last_written(path: Path) -> float:
     return max(times)
 
 
-def mark_interrupted(results: Results, folder: Path, locks: frozenset[int] | None = None) -> Results:
-    """Return the study with status "interrupted" for every trial that is listed as running but not live.
+def is_running(folder: Path, run: Path, locks: frozenset[int]) -> bool:
+    """Return True if a trial that is listed as running can be running.
 
-    If the study's own lock is held, all its trials count as live, because a new trial needs a while to write its
-    first files.
+    If the lock of the study's folder is held, all its trials count as live, because a new trial needs a while to write
+    its first files.
+
+    Args:
+        run: Directory of the trial's run.
+        locks: Result of `held_locks`.
+    """
+    return is_held(folder, locks) or is_live(run, time.time(), locks)
+
+
+def mark_interrupted(results: Results, folder: Path, locks: frozenset[int] | None = None) -> Results:
+    """Return the study with status "interrupted" for every trial that is listed as running but does not run.
 
     Args:
         locks: Result of `held_locks`, which is called by default.
@@ -91,14 +101,11 @@ def mark_interrupted(results: Results, folder: Path, locks: frozenset[int] | Non
     if not any(trial.status == "running" for arm in results.arms for trial in arm.trials):
         return results
     locks = held_locks() if locks is None else locks
-    if is_held(folder, locks):
-        return results
-    now = time.time()
     arms = []
     for arm in results.arms:
         trials = []
         for trial in arm.trials:
-            if trial.status == "running" and not is_live(folder / trial.run, now, locks):
+            if trial.status == "running" and not is_running(folder, folder / trial.run, locks):
                 trial = replace(trial, status=INTERRUPTED)
             trials.append(trial)
         arms.append(replace(arm, trials=trials))

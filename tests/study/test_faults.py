@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from deskside.cli.main import main
 from deskside.study import results as files
 from deskside.study.execute.journal import FILE, replay_file
 from deskside.study.execute.runner import max_silence
@@ -142,6 +143,24 @@ def test_kill_9_of_the_study_ends_its_trials_and_a_resume_waits_for_them(
     assert attempts == [1, 1, 2, 2]
     # The saved steps of a trial are not repeated: the file still has those of its first process.
     assert len(going(folder)) == 2
+
+
+def test_trials_of_a_killed_study_are_listed_as_interrupted(
+    folder: StudyFolder, drive: Callable[..., "subprocess.Popen[str]"], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def listed() -> list[str]:
+        assert main(["study", str(folder.path), "--dry-run", "--json"]) == 0
+        return sorted(row["status"] for row in json.loads(capsys.readouterr().out)["trials"])
+
+    process = drive(2, "steps")
+    wait_for(lambda: len(going(folder)) == 2)
+    assert listed() == ["pending", "pending", "running", "running"]
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(alive(pid) for pid in pids(folder)))
+    for path in (folder.path / "runs").rglob("*"):
+        os.utime(path, (0, 0))  # without a lock, a run that has just written counts as live
+    assert listed() == ["interrupted", "interrupted", "pending", "pending"]
 
 
 def test_kill_9_repeats_nothing_that_is_done(
