@@ -307,15 +307,13 @@ def _draw_by_kernels(
     logits_BV: Tensor, settings: SamplingTensors, width: int, count_B: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return `DrawnTokens.token_B` and `sampled_logprob_B`. width: not GREEDY_ONLY."""
-    from deskside.kernels.draw_triton import draw_above_threshold, draw_from_all, draw_from_ranked
+    from deskside.kernels.draw_triton import draw_from_pieces, draw_from_ranked
 
     assert settings.floats.is_contiguous() and settings.integers.is_contiguous()
     arguments = (logits_BV, settings.floats, settings.integers, count_B, counter_rng.DRAW)
-    if width == UNRANKED:
-        return draw_from_all(*arguments)
     if 0 < width <= SORTED_BY_KERNEL:
         return draw_from_ranked(*arguments, width)
-    return draw_above_threshold(*arguments)
+    return draw_from_pieces(*arguments, filtered=width != UNRANKED)
 
 
 def raw_logprobs(logits_BV: Tensor, settings: SamplingTensors, token_BK: Tensor) -> Tensor:

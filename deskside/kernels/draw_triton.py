@@ -127,10 +127,10 @@ def _draw_from_ranked(  # type: ignore[no-untyped-def]
 def _draw_from_piece(  # type: ignore[no-untyped-def]
     LOGITS, LARGEST, FIRST, THRESHOLD, TIES, FLOATS, INTEGERS, COUNT, SCORE, TOKEN, SCALED, SUM, V,
     row_stride, count_stride,
-    PURPOSE: tl.constexpr, SHIFT: tl.constexpr, SEARCHED: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
+    PURPOSE: tl.constexpr, SHIFT: tl.constexpr, FILTERED: tl.constexpr, PIECE: tl.constexpr, BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """LARGEST, FIRST: of `decode_step_triton.largest_of_pieces`. THRESHOLD, TIES: of `_find_threshold`, if SEARCHED.
+    """LARGEST, FIRST: of `decode_step_triton.largest_of_pieces`. THRESHOLD, TIES: of `_find_threshold`, if FILTERED.
     SCORE, SCALED, SUM: (B, pieces) float32; TOKEN: int32.
 
     SUM: of the exponentials of the scaled logits that are kept. TOKEN: that of the largest SCORE, and SCALED its logit.
@@ -152,7 +152,7 @@ def _draw_from_piece(  # type: ignore[no-untyped-def]
     x = tl.load(LOGITS + row * row_stride + token, token < V, float("-inf")).to(tl.float32)
     scaled = (x - largest) / tl.where(temperature > 0, temperature, 1.0)
     keep = scaled >= tl.log(min_p)
-    if SEARCHED:
+    if FILTERED:
         order, threshold = _order(x, SHIFT), tl.load(THRESHOLD + row)
         at_threshold = tl.where((order == threshold) & (token < V), 1, 0)
         rank = tl.cumsum(at_threshold, axis=0) - at_threshold
@@ -321,49 +321,30 @@ def draw_from_ranked(
     return token_B, logprob_B
 
 
-def draw_from_all(
-    logits_BV: Tensor, floats_B6: Tensor, integers_B2: Tensor, count_B: Tensor, purpose: int
+def draw_from_pieces(
+    logits_BV: Tensor, floats_B6: Tensor, integers_B2: Tensor, count_B: Tensor, purpose: int, filtered: bool
 ) -> tuple[Tensor, Tensor]:
-    """Sample rows without top_k and top_p; arguments and results as `draw_from_ranked`."""
-    largest, first = decode_step_triton.largest_of_pieces(logits_BV)
-    return _draw_from_pieces(logits_BV, largest, first, None, None, floats_B6, integers_B2, count_B, purpose)
-
-
-def draw_above_threshold(
-    logits_BV: Tensor, floats_B6: Tensor, integers_B2: Tensor, count_B: Tensor, purpose: int
-) -> tuple[Tensor, Tensor]:
-    """Sample rows with any settings; arguments and results as `draw_from_ranked`."""
+    """Sample rows with any settings, or without top_k and top_p if not `filtered`. Arguments and results: as
+    `draw_from_ranked`."""
     (B, V), device = logits_BV.shape, logits_BV.device
+    zero_bits = ZERO_BITS.get(logits_BV.dtype, 0)
     largest, first = decode_step_triton.largest_of_pieces(logits_BV)
-    pieces = largest.shape[1]
-    threshold = torch.empty(B, dtype=torch.int32, device=device)
-    ties = torch.empty_like(first)
-    _find_threshold[(B,)](
-        logits_BV, largest, floats_B6, integers_B2, threshold, ties, V, pieces, logits_BV.stride(0),
-        ZERO_BITS.get(logits_BV.dtype, 0), decode_step_triton.PIECE, triton.next_power_of_2(pieces),
-        num_warps=16, **launch_options(device, B),
-    )  # fmt: skip
-    return _draw_from_pieces(
-        logits_BV, largest, first, threshold, ties, floats_B6, integers_B2, count_B, purpose
-    )
-
-
-def _draw_from_pieces(
-    logits_BV: Tensor, largest: Tensor, first: Tensor, threshold_B: Tensor | None, ties: Tensor | None,
-    floats_B6: Tensor, integers_B2: Tensor, count_B: Tensor, purpose: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launch `_draw_from_piece` and `_best_draw`. threshold_B, ties: None if top_k and top_p keep all logits."""
-    (B, V), device = logits_BV.shape, logits_BV.device
-    pieces = largest.shape[1]
+    pieces, piece = largest.shape[1], decode_step_triton.PIECE
     block = triton.next_power_of_2(pieces)
+    threshold, ties = None, None
+    if filtered:
+        threshold, ties = torch.empty(B, dtype=torch.int32, device=device), torch.empty_like(first)
+        _find_threshold[(B,)](
+            logits_BV, largest, floats_B6, integers_B2, threshold, ties, V, pieces, logits_BV.stride(0),
+            zero_bits, piece, block, num_warps=16, **launch_options(device, B),
+        )  # fmt: skip
     score, scaled, total = (torch.empty_like(largest) for _ in range(3))
     token_of_piece = torch.empty_like(first)
     _draw_from_piece[(B, pieces)](
-        logits_BV, largest, first, threshold_B, ties, floats_B6, integers_B2, count_B,
+        logits_BV, largest, first, threshold, ties, floats_B6, integers_B2, count_B,
         score, token_of_piece, scaled, total, V,
         logits_BV.stride(0), count_B.stride(0),
-        purpose, ZERO_BITS.get(logits_BV.dtype, 0), threshold_B is not None, decode_step_triton.PIECE, block,
-        num_warps=8, **launch_options(device, B * pieces),
+        purpose, zero_bits, filtered, piece, block, num_warps=8, **launch_options(device, B * pieces),
     )  # fmt: skip
     token_B, logprob_B = _outputs(B, device)
     _best_draw[(B,)](

@@ -470,21 +470,18 @@ def _few_tokens() -> Iterator[CompileCase]:
         launch = draw_triton.draw_from_ranked
         yield recorded(name, CAPABILITIES, launch, logits, *settings, WIDTHS[0], number=number)
         yield _started_early(name, launch, logits, *settings, WIDTHS[0], number=number)
-    launch = draw_triton.draw_above_threshold
+    launch = draw_triton.draw_from_pieces
     for dtype in (torch.bfloat16, torch.float32):
+        rows, kind = (_new(16, 151936, dtype=dtype), *settings, True), str(dtype).removeprefix("torch.")
         for number, kernel in (
             (1, "threshold of the logits that are kept"),
             (2, "draw from a piece above it"),
         ):
-            name = f"{kernel}, {dtype}".replace("torch.", "")
-            yield recorded(
-                name, CAPABILITIES, launch, _new(16, 151936, dtype=dtype), *settings, number=number
-            )
-            yield _started_early(name, launch, _new(16, 151936, dtype=dtype), *settings, number=number)
-    for number, name in ((1, "draw from a piece"), (2, "best draw")):
-        launch = draw_triton.draw_from_all
-        yield recorded(name, CAPABILITIES, launch, logits, *settings, number=number)
-        yield _started_early(name, launch, logits, *settings, number=number)
+            yield recorded(f"{kernel}, {kind}", CAPABILITIES, launch, *rows, number=number)
+            yield _started_early(f"{kernel}, {kind}", launch, *rows, number=number)
+    for number, kernel in ((1, "draw from a piece"), (2, "best draw")):
+        yield recorded(kernel, CAPABILITIES, launch, logits, *settings, False, number=number)
+        yield _started_early(kernel, launch, logits, *settings, False, number=number)
     yield recorded("state of rows", CAPABILITIES, decode_step_triton.write_state, state, row, row, row, row)
     yield _started_early("state of rows", decode_step_triton.write_state, state, row, row, row, row)
 
