@@ -154,9 +154,8 @@ def _draw_from_piece(  # type: ignore[no-untyped-def]
     keep = scaled >= tl.log(min_p)
     if FILTERED:
         order, threshold = _order(x, SHIFT), tl.load(THRESHOLD + row)
-        at_threshold = tl.where((order == threshold) & (token < V), 1, 0)
-        rank = tl.cumsum(at_threshold, axis=0) - at_threshold
-        keep = keep & ((order > threshold) | ((order == threshold) & (rank < tl.load(TIES + place))))
+        number = tl.cumsum((order == threshold).to(tl.int32), axis=0)  # of a logit at the threshold, from 1
+        keep = keep & ((order > threshold) | ((order == threshold) & (number <= tl.load(TIES + place))))
     kept = tl.where(keep | (token == first), scaled, float("-inf"))
     stream = tl.load(INTEGERS + 2 * row + 1)
     score = kept - tl.log(exponential(stream, tl.load(COUNT + row * count_stride), token, PURPOSE))
@@ -201,9 +200,10 @@ def _weights(  # type: ignore[no-untyped-def]
     """Return `_order` of the logits of a piece, and their weights: 1 if COUNTED, else proportional to probabilities."""
     token = start + tl.arange(0, PIECE)
     x = tl.load(ROW + token, token < V, float("-inf")).to(tl.float32)
-    weight = tl.exp((x - largest) / temperature)
     if COUNTED:
         weight = tl.where(token < V, 1.0, 0.0)
+    else:
+        weight = tl.exp((x - largest) / temperature)
     return _order(x, SHIFT), weight
 
 
@@ -289,11 +289,9 @@ def _find_threshold(  # type: ignore[no-untyped-def]
         ties = tl.where(threshold == of_top_k, tl.minimum(needed, ties), needed)
     tl.store(THRESHOLD + row, threshold)
     for start in range(0, V, PIECE):
-        token = start + tl.arange(0, PIECE)
-        x = tl.load(ROW + token, token < V, float("-inf")).to(tl.float32)
-        at_threshold = tl.sum(tl.where((_order(x, SHIFT) == threshold) & (token < V), 1, 0), axis=0)
+        order, one = _weights(ROW, V, start, largest, temperature, True, SHIFT, PIECE)
         tl.store(TIES + row * pieces + start // PIECE, tl.maximum(tl.minimum(ties, PIECE), 0).to(tl.int32))
-        ties -= at_threshold
+        ties -= tl.sum(tl.where(order == threshold, one, 0.0), axis=0).to(tl.int64)
 
 
 def draw_from_ranked(
