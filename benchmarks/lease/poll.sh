@@ -5,6 +5,10 @@
 set -euo pipefail
 end=$((SECONDS + $1))
 cd "$HOME/lease"
+if [ ! -e out/release.log ]; then
+    echo "start.sh has not run on this machine: no jobs to wait for" >&2
+    exit 2
+fi
 pack() {
     find out -type f -size -16M ! -name '*.safetensors' ! -name '*.pt' ! -name '*.svg' ! -name tokenizer.json \
         ! -path '*/checkpoints/*' ! -path '*/export/*' -print0 |
