@@ -5,11 +5,14 @@ import os
 import shutil
 import signal
 import tempfile
+from pathlib import Path
 
 import hypothesis
 import pytest
 
 from deskside.utils.files import cache_folder
+
+LONG_FORM = Path(__file__).with_name("long_form.txt")  # written by benchmarks/suite.py
 
 # No test fails by the clock: what takes 20 ms alone takes 300 ms on a busy machine. The default suite tries the same
 # examples every time, so that a failure is due to the commit. The long form tries new ones, and twice as many.
@@ -32,6 +35,15 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(cache_folder() / "flash-attn-4"))
         os.environ["DESKSIDE_CACHE"] = tempfile.mkdtemp(prefix="deskside-cache-")
         os.environ["DESKSIDE_DATA"] = os.path.join(os.environ["DESKSIDE_CACHE"], "data")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m selects by marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that took long when the suite was last timed as `full`."""
+    listed = set(LONG_FORM.read_text(encoding="utf-8").split("\n"))
+    for item in items:
+        if item.nodeid in listed or item.nodeid.partition("[")[0] in listed:
+            item.add_marker(pytest.mark.full)
 
 
 def pytest_collection_finish() -> None:

@@ -117,6 +117,7 @@ def exact(caller: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "exact"
 
 
+@pytest.mark.full
 def test_a_run_with_tools_is_rewarded_for_its_last_turn(exact: Path) -> None:
     run = exact
     lines, rows = said(run), tiny.metrics(run)
@@ -158,6 +159,7 @@ def test_killed_and_resumed_is_the_same_run(
     assert any(line["own"] and not all(line["own"]) for line in said(tmp_path / "straight"))
 
 
+@pytest.mark.full
 def test_a_prompt_shows_the_tools(caller: Path, exact: Path) -> None:
     first = json.loads((exact.parent / "exact-data" / "train.jsonl").read_text().splitlines()[0])
     question = [{"role": "user", "content": first["prompt"]}]

@@ -317,8 +317,10 @@ def test_logits_and_gradients_equal_transformers(case: str, tmp_path: Path) -> N
         grads = {name: grad for name, grad in grads.items() if not name.endswith("e_score_correction_bias")}
         assert set(grads) == set(their_grads)
         for name, grad in grads.items():
+            # Relative to the largest element: the smallest differ by as many rounding errors, which depend on the CPU.
+            atol = 5e-5 * float(their_grads[name].abs().max())
             torch.testing.assert_close(
-                grad, their_grads[name], atol=1e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+                grad, their_grads[name], atol=atol, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
             )
             assert grad.abs().max() > 1e-3, f"{name} has next to no gradient, so this compares nothing"
 

@@ -72,6 +72,7 @@ def finished(data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pilo
     return pilot, folder / "run", outcome.summary
 
 
+@pytest.mark.full
 def test_what_it_finds(finished: tuple[Pilot, Path, dict[str, Any]]) -> None:
     pilot, run, summary = finished
     found = json.loads((run / "pilot.json").read_text("utf-8"))
@@ -94,6 +95,7 @@ def test_what_it_finds(finished: tuple[Pilot, Path, dict[str, Any]]) -> None:
     assert "pilot, " in events and "tokens/s (planned 20,000, 10,000 to 30,000)" in events
 
 
+@pytest.mark.full
 def test_only_the_steps_at_full_rate_are_its_curve(finished: tuple[Pilot, Path, dict[str, Any]]) -> None:
     pilot, run, _ = finished
     kept = [row["step"] for row in pilot.full_lr_rows()]
@@ -101,6 +103,7 @@ def test_only_the_steps_at_full_rate_are_its_curve(finished: tuple[Pilot, Path, 
     assert kept[0] > 1 and min(logged[step] for step in kept) >= 0.98 * max(logged.values())
 
 
+@pytest.mark.full
 def test_predicted_against_measured(finished: tuple[Pilot, Path, dict[str, Any]]) -> None:
     _, run, summary = finished
     stored = json.loads((run / "summary.json").read_text("utf-8"))

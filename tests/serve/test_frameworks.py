@@ -53,18 +53,21 @@ def chain(base: str) -> "ChatOpenAI":
     return ChatOpenAI(model="tiny", base_url=base, api_key="-", max_retries=0, timeout=120, seed=1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_langchain_structured_output(chain: "ChatOpenAI", method: str) -> None:
     ship = chain.with_structured_output(Ship, method=method).invoke("A ship, please")
     assert isinstance(ship, Ship)
 
 
+@pytest.mark.full
 def test_langchain_json_mode(chain: "ChatOpenAI") -> None:
     """Random weights do not know the fields, so the test only checks that the answer is an object."""
     answer = chain.bind(response_format={"type": "json_object"}, n=1, max_tokens=600).invoke("A ship")
     assert str(answer.content).startswith("{")
 
 
+@pytest.mark.full
 def test_langchain_tools(chain: "ChatOpenAI") -> None:
     from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
     from langchain_core.tools import tool
