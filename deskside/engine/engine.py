@@ -228,10 +228,9 @@ class Engine:
         self._admit()
         to_prefill = [row for row in self._rows.running if not row.prefill_done]
         to_decode = [row for row in self._rows.running if row.prefill_done and row.needs_step]
-        if to_prefill:
-            self._prefill(to_prefill, len(to_decode))
+        prefilled = self._prefill(to_prefill, len(to_decode)) if to_prefill else 0
         if to_decode:
-            self._decode(to_decode)
+            self._decode(to_decode, prefilled)
         self._rows.counts.steps += bool(to_prefill or to_decode)
         ahead = self._run_ahead and (to_prefill or to_decode)
         self._collect_first(num_earlier if ahead else len(self._pending))
@@ -312,8 +311,10 @@ class Engine:
         for row in admitted:
             self._slots.start_adjustments(row.slot, row.request)
 
-    def _prefill(self, unfinished: list[RowState], num_decoding: int) -> None:
-        """Prefill the next parts of these rows' prompts. num_decoding: rows that wait for it to decode a step.
+    def _prefill(self, unfinished: list[RowState], num_decoding: int) -> int:
+        """Prefill the next parts of these rows' prompts. Return their number of tokens.
+
+        num_decoding: rows that wait for it to decode a step.
 
         Prompts that are scored have separate passes; the oldest row decides which kind is next.
         """
@@ -349,11 +350,12 @@ class Engine:
             self._rows.register_pages(row, row.keys, row.prefilled // self.page_size)
         complete = [row if row.prefill_done else None for row in rows]
         self._pending.append(PendingBatch.queue(complete, packed, options))
+        return sum(count for _, count in parts)
 
-    def _decode(self, rows: list[RowState]) -> None:
-        """Decode one step of these rows."""
+    def _decode(self, rows: list[RowState], prefilled: int) -> None:
+        """Decode one step of these rows. prefilled: tokens of prompts that this step computes before."""
         options = EngineStepOptions.of(rows, self.vocabulary)
-        num_tokens = self._tokens_per_replay(rows)
+        num_tokens = self._tokens_per_replay(rows, prefilled)
         self._constrain(rows)
         # An upper bound of the rows' lengths after this step. The host does not know the exact lengths: a step yields
         # up to 1 + num_drafts tokens.
@@ -388,14 +390,17 @@ class Engine:
             packed = step(lanes_B)
         self._pending.append(PendingBatch.queue(rows, packed, options, num_tokens, started))
 
-    def _tokens_per_replay(self, rows: Sequence[RowState]) -> int:
-        """Return how many tokens the next decoding step generates for each row.
+    def _tokens_per_replay(self, rows: Sequence[RowState], prefilled: int) -> int:
+        """Return how many tokens the next decoding step generates for each row. prefilled: see `_decode`.
 
         They are several, in one graph, if the host would otherwise take longer than the device: it then launches and
         reads one step instead of many. What is generated after the end of a row is wasted, so it is a single token if
-        no row needs all of them, and if other rows would wait too long.
+        no row needs all of them, and if other rows would wait too long. It is one after a large prefill pass too: the
+        device is busy with that, and the first tokens of its prompts are read after this step.
         """
         if self._graphs is None or self.num_drafts or self._step_seconds > MAX_STEP_SECONDS:
+            return 1
+        if prefilled > PREFILL_BESIDE:
             return 1
         if any(row.matcher is not None for row in rows):
             return 1  # the grammar needs each token before the next

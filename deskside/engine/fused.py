@@ -22,7 +22,7 @@ from deskside.kernels import few_tokens, fused, moe
 from deskside.kernels.attention import PLAIN
 from deskside.kernels.decode import attend_from_new, qk_norm_rope_into_cache
 from deskside.kernels.fused import QkvLayout
-from deskside.model.block import MLP, Attention, Block, CachedBlocks, LayerCache, MoE
+from deskside.model.block import MLP, Attention, CachedBlocks, LayerCache, MoE
 from deskside.model.transformer import Transformer
 from deskside.ops.composite import AddNormLinear, RMSNorm
 from deskside.ops.linear import Linear
@@ -35,19 +35,19 @@ class FusedBlocks(CachedBlocks):
     def __init__(self, model: Transformer):
         self._model = model
 
-    def block(
-        self, block: Block, residual_BTD: Tensor, delta_BTD: Tensor, layer_cache: LayerCache
+    def attention(
+        self, attn: Attention, residual_BTD: Tensor, delta_BTD: Tensor, layer_cache: LayerCache
     ) -> tuple[Tensor, Tensor]:
-        if covers_attention(block.attn):
-            residual_BTD, delta_BTD = self._attention(block.attn, residual_BTD, delta_BTD, layer_cache)
-        else:
-            residual_BTD, delta_BTD = block.attn.forward_cached(residual_BTD, delta_BTD, layer_cache)
-        if isinstance(block.mlp, MLP) and covers_mlp(block.mlp):
-            return self._mlp(block.mlp, residual_BTD, delta_BTD)
-        if isinstance(block.mlp, MoE) and covers_experts(block.mlp):
-            return self._experts(block.mlp, residual_BTD, delta_BTD)
-        residual_BTD, delta_BTD, *_ = block.mlp(residual_BTD, delta_BTD)
-        return residual_BTD, delta_BTD
+        if covers_attention(attn):
+            return self._attention(attn, residual_BTD, delta_BTD, layer_cache)
+        return super().attention(attn, residual_BTD, delta_BTD, layer_cache)
+
+    def mlp(self, mlp: MLP | MoE, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        if isinstance(mlp, MLP) and covers_mlp(mlp):
+            return self._mlp(mlp, residual_BTD, delta_BTD)
+        if isinstance(mlp, MoE) and covers_experts(mlp):
+            return self._experts(mlp, residual_BTD, delta_BTD)
+        return super().mlp(mlp, residual_BTD, delta_BTD)
 
     def final(self, operator: AddNormLinear, residual_BTD: Tensor, delta_BTD: Tensor) -> Tensor:
         """Return the hidden states after the final norm."""

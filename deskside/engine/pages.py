@@ -86,7 +86,7 @@ class Pages:
             return None
         for page in shared:
             self._unused.pop(page, None)
-        pages = shared + [self._new() for _ in range(num_new)]
+        pages = shared + self._take(num_new)
         for page in pages:
             self._ref_counts[page] += 1
         return pages
@@ -116,10 +116,13 @@ class Pages:
         self._page_of.clear()
         self._key_of.clear()
 
-    def _new(self) -> int:
-        if self._free:
-            return self._free.pop()
-        self.evicted += 1
-        page, _ = self._unused.popitem(last=False)
-        del self._page_of[self._key_of.pop(page)]
-        return page
+    def _take(self, count: int) -> list[int]:
+        """Return pages that are free, and evict others if there are too few."""
+        start = max(0, len(self._free) - count)
+        pages = self._free[start:][::-1]
+        del self._free[start:]
+        evicted = [self._unused.popitem(last=False)[0] for _ in range(count - len(pages))]
+        for page in evicted:
+            del self._page_of[self._key_of.pop(page)]
+        self.evicted += len(evicted)
+        return pages + evicted

@@ -1,10 +1,12 @@
 """Requests, events and outputs of the engine, and its host-side state of rows and queued steps."""
 
+import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -339,13 +341,23 @@ def record_event(device: torch.device) -> torch.cuda.Event | None:
     return event
 
 
+def int64_array(tokens: Sequence[int]) -> "array[int]":
+    """Return tokens as 64-bit integers, in a third of the time of `array("q", tokens)`."""
+    return array("q", struct.pack(f"{len(tokens)}q", *tokens))
+
+
 def check_prompt(prompt: Sequence[int], vocabulary: int, limit: int, name: str = "prompt") -> None:
     """Raise UsageError for a prompt that is empty, longer than `limit`, or has tokens outside of the vocabulary."""
     if not prompt:
         raise UsageError(f"{name}: is empty; begin it with the end-of-text token")
     if len(prompt) > limit:
         raise UsageError(f"{name}: {len(prompt)} tokens do not fit the model's {limit} positions; shorten it")
-    if min(prompt) < 0 or max(prompt) >= vocabulary:
+    try:
+        # A negative token is a large unsigned number.
+        valid = np.frombuffer(int64_array(prompt), np.uint64).max() < vocabulary
+    except struct.error:  # a number of more than 64 bits
+        valid = False
+    if not valid:
         invalid = next(token for token in prompt if not 0 <= token < vocabulary)
         raise UsageError(
             f"{name}: token {invalid} is outside of the model's vocabulary of {vocabulary}; "

@@ -10,7 +10,16 @@ from tokenizers import Tokenizer
 from deskside.engine.counter_rng import stream_of
 from deskside.engine.grammar import allowed_tokens, shown_error
 from deskside.engine.pages import Key, PageKeys, Pages
-from deskside.engine.requests import Counts, Event, PromptScores, Reason, Request, RowState, TokenOutput
+from deskside.engine.requests import (
+    Counts,
+    Event,
+    PromptScores,
+    Reason,
+    Request,
+    RowState,
+    TokenOutput,
+    int64_array,
+)
 from deskside.engine.sampling import SamplingValues
 from deskside.engine.text import TextStream
 from deskside.kernels.decode_step import NOT_FINITE
@@ -28,7 +37,7 @@ def new_rows(
     samples = request.samples
     if len(request.prompt) == max_length:
         samples = int(request.scores_prompt)
-    prompt = array("q", request.prompt)
+    prompt = int64_array(request.prompt)
     keys = PageKeys(prompt, page_size, request.adapter)
     rows = []
     for sample in range(samples):

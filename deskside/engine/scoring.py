@@ -11,7 +11,7 @@ from torch import Tensor
 
 from deskside.engine.requests import RowState, TopTokens
 from deskside.engine.sampling import ranked
-from deskside.model.block import Block, CachedBlocks, LayerCache
+from deskside.model.block import MLP, Attention, CachedBlocks, LayerCache, MoE
 from deskside.model.transformer import Transformer
 from deskside.ops.composite import AddNormLinear
 
@@ -21,14 +21,19 @@ LOGIT_BYTES = 2**27  # of the float32 logits that are computed at once
 class HiddenRecorder(CachedBlocks):
     """Computes blocks as `blocks` does, and keeps the hidden states of the last pass: (N, D) for packed tokens."""
 
+    narrows = False
+
     def __init__(self, blocks: CachedBlocks):
         self._blocks = blocks
         self.hidden_ND: Tensor
 
-    def block(
-        self, block: Block, residual_BTD: Tensor, delta_BTD: Tensor, layer_cache: LayerCache
+    def attention(
+        self, attn: Attention, residual_BTD: Tensor, delta_BTD: Tensor, layer_cache: LayerCache
     ) -> tuple[Tensor, Tensor]:
-        return self._blocks.block(block, residual_BTD, delta_BTD, layer_cache)
+        return self._blocks.attention(attn, residual_BTD, delta_BTD, layer_cache)
+
+    def mlp(self, mlp: MLP | MoE, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        return self._blocks.mlp(mlp, residual_BTD, delta_BTD)
 
     def final(self, operator: AddNormLinear, residual_BTD: Tensor, delta_BTD: Tensor) -> Tensor:
         hidden_1ND = self._blocks.final(operator, residual_BTD, delta_BTD)

@@ -22,7 +22,7 @@ from deskside.engine.sampling import GREEDY, DrawnTokens, SamplingTensors, draw
 from deskside.kernels.decode import KERNEL_DTYPES, kernel_supports
 from deskside.kernels.decode_step import greedy_tokens, write_state
 from deskside.kernels.prefill import packed_kernel_supports
-from deskside.model.block import DEFAULT_BLOCKS, CachedBlocks
+from deskside.model.block import CachedBlocks
 from deskside.model.cache import KVCache, allocate_pool
 from deskside.model.transformer import Transformer
 from deskside.precision.row_adapters import RowChoice
@@ -47,7 +47,9 @@ class CachedModel:
         self.cache = KVCache(k, v, none, none[:, 0], limit, managed=True)
         # On a CPU the fused blocks are plain torch, and no faster.
         fused = device.type == "cuda" and model.activation_dtype in KERNEL_DTYPES
-        self.blocks: CachedBlocks = FusedBlocks(model) if fused else DEFAULT_BLOCKS
+        self.blocks = FusedBlocks(model) if fused else CachedBlocks()
+        if adapters is not None:
+            self.blocks.narrows = False  # a pass has one choice of adapters, for all of its tokens
         self._can_capture: dict[int, bool] = {}  # by number of tokens of a prefill pass
 
     @property

@@ -232,14 +232,23 @@ class Block(nn.Module):
 
 
 class CachedBlocks:
-    """The forward of blocks and final norm with a cache. The inference engine has a subclass with fused kernels."""
+    """The forward of blocks and final norm with a cache. The inference engine has a subclass with fused kernels.
 
-    def block(
-        self, block: Block, residual_BTD: Tensor, delta_BTD: Tensor, layer_cache: LayerCache
+    Attributes:
+        narrows: Whether the last MLP and the final norm leave out tokens whose logits are not needed.
+    """
+
+    narrows = True
+
+    def attention(
+        self, attn: Attention, residual_BTD: Tensor, delta_BTD: Tensor, layer_cache: LayerCache
     ) -> tuple[Tensor, Tensor]:
-        """Return (residual, delta) of the appended tokens after this block."""
-        pair = block.attn.forward_cached(residual_BTD, delta_BTD, layer_cache)
-        residual_BTD, delta_BTD, *_ = block.mlp(*pair)
+        """Return (residual, delta) of the appended tokens after this sublayer."""
+        return attn.forward_cached(residual_BTD, delta_BTD, layer_cache)
+
+    def mlp(self, mlp: MLP | MoE, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (residual, delta) after this sublayer."""
+        residual_BTD, delta_BTD, *_ = mlp(residual_BTD, delta_BTD)
         return residual_BTD, delta_BTD
 
     def final(self, operator: AddNormLinear, residual_BTD: Tensor, delta_BTD: Tensor) -> Tensor:

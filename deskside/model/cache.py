@@ -131,16 +131,23 @@ class KVCache:
             page_BT = torch.where(index_T < counts_B[:, None], page_BT, PADDING_PAGE)
         return CacheSlots(position_BT, page_size, lambda: page_BT)
 
-    def advance(self, tokens: int, counts_B: Tensor | None = None) -> Tensor | int:
-        """Add the tokens of a forward pass to the lengths. Return the index of each row's last token in (T,) or (N,).
-
-        A row without tokens has the index of some other token.
-        """
+    def advance(self, tokens: int, counts_B: Tensor | None = None) -> None:
+        """Add the tokens of a forward pass to the lengths."""
         if self.cu_seqlens is not None:
             self.lengths_B = self.lengths_B + self.cu_seqlens.diff()
-            return (self.cu_seqlens[1:] - 1).clamp(min=0)
-        self.lengths_B = self.lengths_B + (tokens if counts_B is None else counts_B)
-        return tokens - 1 if counts_B is None else counts_B - 1
+        else:
+            self.lengths_B = self.lengths_B + (tokens if counts_B is None else counts_B)
+
+    def last_tokens(self, x_BTD: Tensor, counts_B: Tensor | None = None) -> Tensor:
+        """Return the values of each row's last token in a forward pass: (B, 1, D), also of packed tokens (1, N, D).
+
+        Those of a row without tokens are those of some other token.
+        """
+        if self.cu_seqlens is not None:
+            return x_BTD[0, (self.cu_seqlens[1:] - 1).clamp(min=0)][:, None]
+        if counts_B is None:
+            return x_BTD[:, -1:]
+        return x_BTD[torch.arange(len(x_BTD), device=x_BTD.device), counts_B - 1][:, None]
 
     def write(self, layer: int, slots: CacheSlots, k_BTKC: Tensor, v_BTKC: Tensor) -> None:
         """Store one layer's keys and values."""

@@ -247,15 +247,21 @@ class Transformer(nn.Module):
         # See `_split_embedding`. Kernels of the blocks rely on this one having no early start (dependent_launch.py).
         residual_BTD = delta_BTD = x_BTD * 0.5
         rotation_of = functools.cache(lambda rope: self._rotation(rope, T, slots.position_BT))
+        narrow = logits_of == "last" and blocks.narrows
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, Block)
             layer_cache = LayerCache(cache, index, slots, rotation_of, contexts.get(layer.attn.window))
-            residual_BTD, delta_BTD = blocks.block(layer, residual_BTD, delta_BTD, layer_cache)
+            residual_BTD, delta_BTD = blocks.attention(layer.attn, residual_BTD, delta_BTD, layer_cache)
+            if narrow and index == len(self.layers) - 1:  # nothing attends to what follows
+                residual_BTD, delta_BTD = (
+                    cache.last_tokens(residual_BTD, counts_B),
+                    cache.last_tokens(delta_BTD, counts_B),
+                )
+            residual_BTD, delta_BTD = blocks.mlp(layer.mlp, residual_BTD, delta_BTD)
         hidden_BTD = self.head_input(blocks.final(self.final, residual_BTD, delta_BTD))
-        last_B = cache.advance(T, counts_B)
-        if logits_of == "last":
-            rows = 0 if cache.cu_seqlens is not None else torch.arange(B, device=tokens_BT.device)
-            hidden_BTD = hidden_BTD[rows, last_B][:, None]
+        if logits_of == "last" and not narrow:
+            hidden_BTD = cache.last_tokens(hidden_BTD, counts_B)
+        cache.advance(T, counts_B)
         return self.logits(hidden_BTD)
 
     # Accounting

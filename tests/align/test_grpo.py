@@ -235,9 +235,9 @@ def test_the_rehearsal_decodes_all_rows_at_once_until_a_graph_would_be_captured(
     sampler = Sampler(load_model(str(taught)).model, False, 40, 256, frozenset())
     decode, lanes = sampler.engine._decode, list[int]()
 
-    def counted(going: list[Any]) -> None:
+    def counted(going: list[Any], prefilled: int) -> None:
         lanes.append(len(going))
-        decode(going)
+        decode(going, prefilled)
 
     sampler.engine._decode = counted  # type: ignore[method-assign]
     sampler.rehearse(300)

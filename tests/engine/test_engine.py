@@ -80,7 +80,7 @@ def test_any_order_of_arrivals_and_cancellations(data: st.DataObject) -> None:
     )
     engine._run_ahead = drawn(st.booleans())  # as on a GPU
     several = drawn(st.sampled_from([1, 3]))
-    engine._tokens_per_replay = lambda rows: several  # type: ignore[method-assign]
+    engine._tokens_per_replay = lambda rows, prefilled: several  # type: ignore[method-assign]
     free = engine.free_tokens
     taken: dict[int, Request] = {}
     answers: dict[tuple[int, int], SampleOutput] = {}
@@ -249,7 +249,7 @@ def tokenizer() -> Tokenizer:
 def test_text_and_stop_strings(several: int) -> None:
     made = make(vocab_size=270, num_hidden_layers=2)
     engine = Engine(made, max_batch=2, max_tokens=128, tokenizer=tokenizer())
-    engine._run_ahead, engine._tokens_per_replay = several > 1, lambda rows: several  # type: ignore[method-assign]
+    engine._run_ahead, engine._tokens_per_replay = several > 1, lambda rows, prefilled: several  # type: ignore[method-assign]
     sampling = Sampling(1.0, top_k=100)
     prompt = tokenizer().encode("hello", add_special_tokens=False).ids
     asked = [request(prompt, 30, sampling, seed=seed) for seed in range(6)]
@@ -292,6 +292,8 @@ def test_wrong_use_is_named() -> None:
     for asked, said in (
         (([],), "prompt: is empty"),
         (([97],), "token 97 is outside"),
+        (([1, -1],), "token -1 is outside"),
+        (([1, 2**70],), f"token {2**70} is outside"),
         (([1] * 65,), "65 tokens do not fit"),
     ):
         with pytest.raises(UsageError, match=said):

@@ -5,7 +5,14 @@ from typing import Any
 import pytest
 import torch
 
-from deskside.engine.engine import MAX_STEP_SECONDS, MAX_WAIT_SECONDS, TOKENS_PER_REPLAY, Draft, Engine
+from deskside.engine.engine import (
+    MAX_STEP_SECONDS,
+    MAX_WAIT_SECONDS,
+    PREFILL_BESIDE,
+    TOKENS_PER_REPLAY,
+    Draft,
+    Engine,
+)
 from deskside.engine.fused import FusedBlocks, covers_attention, covers_mlp
 from deskside.engine.graphs import bucket
 from deskside.engine.requests import Request
@@ -80,7 +87,7 @@ def test_one_step_ahead_gives_the_same(drafted: bool, several: int) -> None:
     model = make(num_hidden_layers=2)
     draft = Draft(make(num_hidden_layers=1)) if drafted else None
     engine = as_on_a_gpu(model, max_batch=3, max_tokens=200, page_size=4, prefill_tokens=16, draft=draft)
-    engine._tokens_per_replay = lambda rows: several  # type: ignore[method-assign]
+    engine._tokens_per_replay = lambda rows, prefilled: several  # type: ignore[method-assign]
     free = engine.free_tokens
     prompts = [*PROMPTS, [9, 9, 4], [33], [5, 17, 3, 8]]
     alone = [plain(model, prompt, 14) for prompt in prompts]
@@ -140,7 +147,7 @@ def test_several_tokens_a_step_draw_and_weigh_as_one_by_one(sampling: Sampling) 
     answers = []
     for several in (1, 4):
         engine = as_on_a_gpu(model, max_batch=3, max_tokens=200, page_size=4)
-        engine._tokens_per_replay = lambda rows, several=several: several  # type: ignore[misc, method-assign]
+        engine._tokens_per_replay = lambda rows, prefilled, several=several: several  # type: ignore[misc, method-assign]
         answers.append([answer for (answer,) in engine.run(asked)])
     for one, four in zip(*answers, strict=True):
         assert one.tokens == four.tokens
@@ -153,8 +160,8 @@ def test_several_tokens_a_step_draw_and_weigh_as_one_by_one(sampling: Sampling) 
 def test_when_a_step_has_several_tokens() -> None:
     engine = as_on_a_gpu(make(num_hidden_layers=1), max_batch=2, max_tokens=400, page_size=4)
 
-    def tokens() -> int:
-        return engine._tokens_per_replay([row for row in engine._rows.running if row.prefill_done])
+    def tokens(prefilled: int = 0) -> int:
+        return engine._tokens_per_replay([row for row in engine._rows.running if row.prefill_done], prefilled)
 
     engine.submit(Request((1, 2, 3), 40))
     engine.step()
@@ -162,7 +169,8 @@ def test_when_a_step_has_several_tokens() -> None:
     engine._graphs = object()  # type: ignore[assignment]
     assert tokens() == 1  # the device's time is unknown
     engine._step_seconds = MAX_STEP_SECONDS / 2
-    assert tokens() == TOKENS_PER_REPLAY
+    assert tokens() == tokens(PREFILL_BESIDE) == TOKENS_PER_REPLAY
+    assert tokens(PREFILL_BESIDE + 1) == 1  # the device has enough to do
     engine._step_seconds = 2 * MAX_STEP_SECONDS
     assert tokens() == 1
     engine._step_seconds = MAX_STEP_SECONDS

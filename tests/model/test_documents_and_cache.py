@@ -69,6 +69,24 @@ def test_cached_greedy_text_equals_uncached_for_prompts_of_unequal_length(change
     assert cache.lengths_B.tolist() == [23, 16, 19]
 
 
+@pytest.mark.parametrize("changes", [{}, MOE, {"parallel_residual": True, "norm": "layernorm"}])
+def test_the_last_mlp_leaves_out_tokens_without_logits(changes: dict[str, Any]) -> None:
+    model = make(**changes)
+    prompts, counts = tokens(3, 11), torch.tensor([11, 4, 7])
+    shapes: list[torch.Size] = []
+    for layer in model.layers:
+        layer.mlp.register_forward_hook(lambda module, inputs, output: shapes.append(output[0].shape))
+    caches = [model.new_cache(3, 64) for _ in range(2)]
+    full = model.forward_cached(prompts, caches[0], counts)
+    assert shapes == [(3, 11, full_width := model.config.hidden_size)] * len(model.layers)
+    shapes.clear()
+    last = model.forward_cached(prompts, caches[1], counts, logits_of="last")
+    assert shapes == [(3, 11, full_width)] * (len(model.layers) - 1) + [(3, 1, full_width)]
+    torch.testing.assert_close(last[:, 0], full[torch.arange(3), counts - 1], atol=1e-5, rtol=1e-4)
+    assert torch.equal(caches[0].k, caches[1].k) and torch.equal(caches[0].v, caches[1].v)
+    assert torch.equal(caches[0].lengths_B, caches[1].lengths_B)
+
+
 def test_cache_can_be_cut_back() -> None:
     model, x = make(), tokens(1, 20)
     cache = model.new_cache(1, 32)
