@@ -121,7 +121,7 @@ def test_a_page_of_a_study_is_drawn_again_when_a_trial_ends(
     path.write_text(json.dumps(running))
     try:
         page = opened(browser, address, "summary", "?study=studies/two")
-        unfinished = page.get_by_text("deskside study --resume")
+        unfinished = page.get_by_text(re.compile("deskside study .*two --resume"))
         assert unfinished.count() == 1
     finally:
         path.write_text(ended)
