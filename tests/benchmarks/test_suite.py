@@ -20,6 +20,7 @@ def test_what_did_not_run_stays_and_what_became_fast_does_not() -> None:
 def test_what_is_kept_is_never_listed() -> None:
     times = {"a.py::t[1]": SLOW, "a.py::u[1]": SLOW, "a.py::u[2]": SLOW, "a.py::u[3]": FAST}
     assert suite.long_form(times, (), kept=("a.py::t", "a.py::u[2]")) == ["a.py::u[1]"]
+    assert suite.long_form(times, (), kept=("a.py",)) == []
 
 
 def test_the_fastest_test_of_a_file_is_never_listed() -> None:
