@@ -16,8 +16,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from xml.etree import ElementTree
 
+from tests.long_form import LIST, function_of, read_list
+
 ROOT = Path(__file__).resolve().parents[1]
-LIST = ROOT / "tests" / "long_form.txt"
 SECONDS = 0.5
 
 # Slow, but nothing faster covers as much: what must never break unnoticed.
@@ -51,11 +52,6 @@ KEPT = (
     "tests/train/test_resume.py::test_kill_and_resume",
     "tests/utils/test_parsing.py",
 )
-
-
-def function_of(test: str) -> str:
-    """Return the name of a test without that of its parameters."""
-    return test.partition("[")[0]
 
 
 @functools.cache
@@ -111,9 +107,8 @@ def main(argv: list[str] | None = None) -> None:
     )
     parser.add_argument("times", type=Path, metavar="TIMES.xml", help="pytest's --junitxml")
     options = parser.parse_args(argv)
-    before = LIST.read_text(encoding="utf-8").split("\n") if LIST.exists() else []
     times = measured(options.times)
-    names = long_form(times, [name for name in before if name and exists(name)])
+    names = long_form(times, [name for name in read_list() if exists(name)])
     LIST.write_text("".join(f"{name}\n" for name in names), encoding="utf-8")
     print(f"{len(names)} entries in {LIST.relative_to(ROOT)}")
 

@@ -5,14 +5,12 @@ import os
 import shutil
 import signal
 import tempfile
-from pathlib import Path
 
 import hypothesis
 import pytest
 
 from deskside.utils.files import cache_folder
-
-LONG_FORM = Path(__file__).with_name("long_form.txt")  # written by benchmarks/suite.py
+from tests import long_form
 
 # No test fails by the clock: what takes 20 ms alone takes 300 ms on a busy machine. The default suite tries the same
 # examples every time, so that a failure is due to the commit. The long form tries new ones, and twice as many.
@@ -40,9 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before -m selects by marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that took long when the suite was last timed as `full`."""
-    listed = set(LONG_FORM.read_text(encoding="utf-8").split("\n"))
+    listed = set(long_form.read_list())
     for item in items:
-        if item.nodeid in listed or item.nodeid.partition("[")[0] in listed:
+        if item.nodeid in listed or long_form.function_of(item.nodeid) in listed:
             item.add_marker(pytest.mark.full)
 
 

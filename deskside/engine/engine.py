@@ -21,6 +21,7 @@ decides on the host which tokens may follow. An engine is not thread-safe.
 """
 
 import math
+from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -198,9 +199,9 @@ class Engine:
         queued. All objects that depend on the request's values are created here, so that a bad request fails here and
         not in a step that it shares with others.
         """
-        self._check(request)
+        prompt = self._check(request)
         number = self._next_number
-        rows = new_rows(number, request, self.max_length, self.page_size, self._tokenizer)
+        rows = new_rows(number, request, prompt, self.max_length, self.page_size, self._tokenizer)
         self._next_number += 1
         self._rows.waiting.extend(rows)
         if not min(request.max_new_tokens, self.max_length - len(request.prompt)):
@@ -455,10 +456,12 @@ class Engine:
         slots = Slots(self.max_batch, self._pages_per_row, self.vocabulary, self.device)
         return slots, Graphs() if self._use_graphs else None
 
-    def _check(self, request: Request) -> None:
+    def _check(self, request: Request) -> "array[int]":
+        """Return the tokens of the prompt. Raises UsageError for a request that this engine cannot fulfill."""
         cache_tokens = self._rows.pages.count * self.page_size
-        check_request(request, self.vocabulary, self.max_length, cache_tokens, self.page_size)
+        tokens = check_request(request, self.vocabulary, self.max_length, cache_tokens, self.page_size)
         if not 0 <= request.adapter <= self._num_adapters:
             raise UsageError(f"adapter: must be between 0 and {self._num_adapters}, not {request.adapter}")
         if request.stop_strings and self._tokenizer is None:
             raise UsageError("stop: stop strings need a tokenizer; create the engine with one")
+        return tokens

@@ -10,34 +10,29 @@ from tokenizers import Tokenizer
 from deskside.engine.counter_rng import stream_of
 from deskside.engine.grammar import allowed_tokens, shown_error
 from deskside.engine.pages import Key, PageKeys, Pages
-from deskside.engine.requests import (
-    Counts,
-    Event,
-    PromptScores,
-    Reason,
-    Request,
-    RowState,
-    TokenOutput,
-    int64_array,
-)
+from deskside.engine.requests import Counts, Event, PromptScores, Reason, Request, RowState, TokenOutput
 from deskside.engine.sampling import SamplingValues
 from deskside.engine.text import TextStream
 from deskside.kernels.decode_step import NOT_FINITE
 
 
 def new_rows(
-    number: int, request: Request, max_length: int, page_size: int, tokenizer: Tokenizer | None
+    number: int,
+    request: Request,
+    prompt: "array[int]",
+    max_length: int,
+    page_size: int,
+    tokenizer: Tokenizer | None,
 ) -> list[RowState]:
     """Return the rows of a request, one per sample.
 
-    Without room for a new token, there are no rows, except the first one if the prompt is scored. max_length: of any
-    row, in tokens.
+    Without room for a new token, there are no rows, except the first one if the prompt is scored. prompt: the tokens
+    that `check_request` returned. max_length: of any row, in tokens.
     """
     max_length = min(max_length, len(request.prompt) + request.max_new_tokens)
     samples = request.samples
     if len(request.prompt) == max_length:
         samples = int(request.scores_prompt)
-    prompt = int64_array(request.prompt)
     keys = PageKeys(prompt, page_size, request.adapter)
     rows = []
     for sample in range(samples):

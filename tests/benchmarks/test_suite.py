@@ -37,7 +37,7 @@ def test_times_are_those_of_pytest(tmp_path: Path) -> None:
 
 
 def test_listed_and_kept_tests_exist() -> None:
-    listed = suite.LIST.read_text(encoding="utf-8").splitlines()
+    listed = suite.read_list()
     assert listed == sorted(set(listed))
     assert [name for name in (*listed, *suite.KEPT) if not suite.exists(name)] == []
 
