@@ -149,19 +149,25 @@ def measure_fp8(tokens: int, experts: int, k: int, hidden: int, width: int) -> d
     ends, rows = routing.ends_E, len(routing.tokens_S)
     g, out = (torch.randn(rows, n * width, device=device).bfloat16() for n in (2, 1))
     weight, forms = layer.gate_up_weight.detach(), plan.weight(torch.bfloat16)
-    x_rows, g_rows = (QuantizedOperand(*moe.cast_rows(*given)) for given in ((x, routing.tokens_S), (g,)))
+    x_cast, g_cast = moe.cast_rows(x, routing.tokens_S), moe.cast_rows(g)
+    x_rows, g_rows = (QuantizedOperand(*cast) for cast in (x_cast, g_cast))
+    x_columns, g_columns = (
+        QuantizedOperand(*moe.transpose_rows(*cast, ends), transposed=True) for cast in (x_cast, g_cast)
+    )
     gate = routing.weights_S, ACTIVATION, True
     casts: dict[str, tuple[int, Callable[[], object]]] = {
         "cast rows, gathered": (3 * rows * hidden, lambda: moe.cast_rows(x, routing.tokens_S)),
-        "gather and cast": (5 * rows * hidden, lambda: moe.gather_and_cast(x, routing.tokens_S)),
+        "transpose rows": (2 * rows * hidden, lambda: moe.transpose_rows(*x_cast, ends)),
+        "transpose gradients": (4 * rows * width, lambda: moe.transpose_rows(*g_cast, ends)),
         "gate": (5 * rows * width, lambda: moe.weighted_gated_fp8(g, *gate)),
-        "gate backward": (14 * rows * width, lambda: moe.weighted_gated_backward_fp8(out, g, *gate)),
+        "gate backward": (9 * rows * width, lambda: moe.weighted_gated_backward_fp8(out, g, *gate)),
         "cast weight rows": (5 * weight.numel(), lambda: moe.cast_rows(weight.flatten(0, 1))),
         "cast weight columns": (9 * weight.numel(), lambda: moe.cast_weight_columns(weight)),
     }
     operands: dict[str, tuple[Kind, QuantizedOperand, QuantizedOperand]] = {
         "gate and up": ("output", x_rows, forms[0]),
         "gradient of the input": ("input_gradient", g_rows, forms[1]),
+        "gradient of the weights": ("weight_gradient", g_columns, x_columns),
     }
     result: dict[str, Any] = {
         f"FP8 {name}": {"seconds": (time := seconds(run)), "gb_per_s": size / time / 1e9}

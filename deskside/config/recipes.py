@@ -204,13 +204,13 @@ ALIASES = {"fp8": "fp8-delayed"}
 def expert_recipe(recipe: Recipe) -> Recipe:
     """Return the recipe in which the experts of a mixture are computed when a run uses `recipe`.
 
-    FP8 operands of experts are E4M3 with a scale per row in every FP8 recipe, as in torchao's training of experts: no
-    grouped product of torch takes E5M2 or one scale per tensor, and an expert sees too few tokens of a step for a
-    history of its magnitudes. Weight gradients are in BF16 then, as in torchao's "rowwise_with_gw_hp": with operands
-    that must be cast and transposed first, FP8 takes longer on an H200 (docs/precision.md). NVFP4 operands are those of
-    `recipe`. The name is that of `recipe`, or fp8-rowwise.
+    FP8 operands of experts are E4M3 in every FP8 recipe: no grouped product of torch takes E5M2, and an expert sees too
+    few tokens of a step for a history of its magnitudes. The output and the input gradient have a scale per row, as in
+    torchao's training of experts. The weight gradient has one for all rows of an expert, so that its operands can be
+    made from those of the other products without another cast. NVFP4 operands are those of `recipe`. The name is that
+    of `recipe`, or fp8-rowwise.
     """
-    row = Operand("e4m3", "row")
+    row, of_expert = Operand("e4m3", "row"), Operand("e4m3", "tensor")
 
     def of_experts(product: Product, operand: Operand) -> Product:
         return Product(operand, operand) if product.left.format in ("e4m3", "e5m2") else product
@@ -221,7 +221,7 @@ def expert_recipe(recipe: Recipe) -> Recipe:
         name="fp8-rowwise" if output.left == input_gradient.left == row else recipe.name,
         output=output,
         input_gradient=input_gradient,
-        weight_gradient=of_experts(recipe.weight_gradient, _BF16),
+        weight_gradient=of_experts(recipe.weight_gradient, of_expert),
     )
 
 

@@ -29,12 +29,10 @@ def grouped_product(
     """Multiply the operands of each expert and return the results in `dtype`. Native results are rounded to bfloat16.
 
     output: rows (S, K) x weights (E, M, K) -> (S, M). input_gradient: (S, M) x (E, M, K) -> (S, K). weight_gradient:
-    (S, M) x (S, K) -> (E, M, K), not in FP8. Operands have the forms of `sorted_operand`. native: compute FP8 on tensor
-    cores.
+    (S, M) x (S, K) -> (E, M, K). Operands have the forms of `sorted_operand`. native: compute FP8 on tensor cores.
     """
     if left.values.dtype.itemsize == 1:
-        assert kind != "weight_gradient"
-        return (_native_fp8 if native else _emulated_fp8)(left, right, ends_E, dtype)
+        return (_native_fp8 if native else _emulated_fp8)(kind, left, right, ends_E, dtype)
     if kind == "weight_gradient":
         gradient = moe.grouped_weight_gradient(left.values, right.values, ends_E, dtype)
         return gradient if left.scale is None else gradient.mul_(_scale(left, right)[:, None, None])
@@ -51,25 +49,40 @@ def _scale(left: QuantizedOperand, right: QuantizedOperand) -> Tensor:
 
 
 def _native_fp8(
-    left: QuantizedOperand, right: QuantizedOperand, ends_E: Tensor, dtype: torch.dtype
+    kind: Kind, left: QuantizedOperand, right: QuantizedOperand, ends_E: Tensor, dtype: torch.dtype
 ) -> Tensor:
     assert left.scale is not None and right.scale is not None
+    scales = left.scale, right.scale
+    if (
+        kind == "weight_gradient"
+    ):  # (M, S) x (S, K): a scale for every row of every expert's result, and column
+        scales = (
+            left.scale.repeat_interleave(len(left.values)),
+            right.scale.repeat_interleave(len(right.values)),
+        )
     result = torch._scaled_grouped_mm(
         left.values,
         right.values.transpose(-2, -1),
-        left.scale,
-        right.scale,
+        *scales,
         offs=ends_E,
         out_dtype=torch.bfloat16,
-        use_fast_accum=True,  # sums over the columns of a weight are short enough for Hopper's 14 bits (products.py)
+        # Sums over the columns of a weight, not over rows, are short enough for Hopper's 14 bits (products.py).
+        use_fast_accum=kind != "weight_gradient",
     )
     return result.to(dtype)
 
 
 def _emulated_fp8(
-    left: QuantizedOperand, right: QuantizedOperand, ends_E: Tensor, dtype: torch.dtype
+    kind: Kind, left: QuantizedOperand, right: QuantizedOperand, ends_E: Tensor, dtype: torch.dtype
 ) -> Tensor:
     assert left.scale is not None and right.scale is not None
+    if kind == "weight_gradient":
+        experts_S = experts_of_rows(ends_E, left.values.shape[1]).clamp(max=len(ends_E) - 1)
+        g_SM, x_SK = (
+            _bfloat16(operand.values.T, scale[experts_S, None])
+            for operand, scale in ((left, left.scale), (right, right.scale))
+        )
+        return moe.grouped_weight_gradient(g_SM, x_SK, ends_E, dtype)
     rows = _bfloat16(left.values, left.scale[:, None])
     return moe.grouped_matmul(rows, _bfloat16(right.values, right.scale[..., None]), ends_E, True).to(dtype)
 

@@ -1,8 +1,8 @@
 """Sorted rows in FP8, cast by the kernels that gather them or compute them from the gate.
 
-The output and the input gradient read FP8, the weight gradient reads BF16 (`config.recipes.expert_recipe`). A kernel
-that writes a tensor writes what its products read, so that no other kernel has to read it again. In other formats, the
-rows come in BF16, and `quantize_rows_of_experts` quantizes them.
+A kernel that computes rows casts them, so that they never exist in BF16. The weight gradient reads the same values,
+transposed (`fp8_rows.transpose_rows`). In other formats, the rows come in BF16, and `quantize_rows_of_experts`
+quantizes them.
 
 Suffixes: see `sorted_operand`; F intermediate size.
 """
@@ -21,8 +21,8 @@ def gather_gradient(grad_ND: Tensor, routing: Routing, operand: Operand) -> Sort
     """Return the sorted rows of a gradient; the input gradient reads them as `operand`."""
     if operand.format not in DTYPE:
         return SortedRows(grad_ND, routing.tokens_S, routing.ends_E)
-    rows, values, inverse = moe.gather_and_cast(grad_ND, routing.tokens_S)
-    return SortedRows(rows, None, routing.ends_E, QuantizedOperand(values, inverse))
+    cast = QuantizedOperand(*moe.cast_rows(grad_ND, routing.tokens_S))
+    return SortedRows(None, None, routing.ends_E, cast)
 
 
 def gate(inner: Tensor, routing: Routing, activation: str, gated: bool, operand: Operand) -> SortedRows:
@@ -41,10 +41,10 @@ def gate_backward(
     grad: that of the hidden values. operand: what the input gradient of the first product reads of that of `inner`.
     """
     given, ends = (grad, inner, routing.weights_S, activation, gated), routing.ends_E
-    cast = None
     if operand.format not in DTYPE:
         grad_inner, grad_weights, hidden = moe.weighted_gated_backward(*given)
-    else:
-        grad_inner, values, inverse, grad_weights, hidden = moe.weighted_gated_backward_fp8(*given)
-        cast = QuantizedOperand(values, inverse)
-    return SortedRows(grad_inner, None, ends, cast), grad_weights, SortedRows(hidden, None, ends)
+        return SortedRows(grad_inner, None, ends), grad_weights, SortedRows(hidden, None, ends)
+    values, inverse, grad_weights, hidden, hidden_inverse = moe.weighted_gated_backward_fp8(*given)
+    casts = (QuantizedOperand(values, inverse), QuantizedOperand(hidden, hidden_inverse))
+    grad_rows, hidden_rows = (SortedRows(None, None, ends, cast) for cast in casts)
+    return grad_rows, grad_weights, hidden_rows

@@ -4,7 +4,7 @@ Each expert is quantized as if it were a separate tensor, so that an expert with
 with large gradients.
 
     FP8     rows form     (S, K) with a scale per row (S,); of weights (E, M, K), scales (E, M)
-            columns form  of weights only: (E, K, M) with a scale per expert and column (E, K)
+            columns form  (K, S) with a scale per expert (E,); of weights (E, K, M), scales per expert and column (E, K)
     NVFP4   code x block scale in bfloat16, in the layout of the source, with a global scale per expert (E,)
 
 Suffixes: N tokens, S sorted rows, E experts, K columns, M rows of an expert's weight.
@@ -32,8 +32,8 @@ NVFP4_ROWS = 128
 class SortedRows:
     """Rows sorted by expert: those of `source_NK` that `tokens_S` names (-1: zeros), or all if that is None.
 
-    ends_E: as in `moe.Routing`. cast: the operand of a product that sums over the columns, if the kernel that wrote the
-    rows has made it. `source_NK` may be None if no other operand is needed.
+    ends_E: as in `moe.Routing`. cast: the rows in FP8, if the kernel that computed them has cast them. `source_NK` is
+    None then.
     """
 
     source_NK: Tensor | None
@@ -47,6 +47,14 @@ class SortedRows:
         assert self.source_NK is not None
         return self.source_NK if self.tokens_S is None else moe.dispatch(self.source_NK, self.tokens_S)
 
+    @property
+    def in_fp8(self) -> QuantizedOperand:
+        """The sorted rows in FP8, with a scale per row."""
+        if self.cast is not None:
+            return self.cast
+        assert self.source_NK is not None
+        return QuantizedOperand(*moe.cast_rows(self.source_NK, self.tokens_S))
+
 
 def alignment(operand: Operand) -> int:
     """Return the number that each expert's rows must be a multiple of: 16 for FP8, a tile of rows for NVFP4."""
@@ -59,13 +67,14 @@ def quantize_rows_of_experts(
     rows: SortedRows, operand: Operand, along: Along, draws: Draws, product: int
 ) -> QuantizedOperand:
     """Quantize sorted rows into an operand of a grouped product, as `quantize_operand` does with a matrix."""
-    if along == "columns" and rows.cast is not None:
-        return rows.cast
     if operand.format in UNQUANTIZED:
         return QuantizedOperand(rows.gathered)
     if operand.format in DTYPE:
-        assert rows.source_NK is not None and along == "columns"  # see `expert_recipe`
-        return QuantizedOperand(*moe.cast_rows(rows.source_NK, rows.tokens_S))
+        cast = rows.in_fp8
+        if along == "columns":
+            return cast
+        assert cast.scale is not None
+        return QuantizedOperand(*moe.transpose_rows(cast.values, cast.scale, rows.ends_E), transposed=True)
     x_SK = rows.gathered
     signs = draws.signs(product, operand.hadamard, x_SK.device) if operand.fresh_signs else None
     seed = draws.next() if operand.rounding != "nearest" else 0

@@ -208,7 +208,12 @@ def _expert_casts() -> Iterator[CompileCase]:
         x, rows, tokens = _new(N, D), _new(2 * N, D), _new(2 * N, dtype=torch.int32)
         yield recorded(f"cast rows {D}", WITH_FP8, fp8_launch.cast_rows, rows)
         yield recorded(f"cast rows gathered {D}", WITH_FP8, fp8_launch.cast_rows, x, tokens)
-        yield recorded(f"gather and cast {D}", WITH_FP8, fp8_launch.gather_and_cast, x, tokens)
+        ends, cast = (
+            _new(8, dtype=torch.int32),
+            (_new(len(tokens), D, dtype=torch.float8_e4m3fn), _float(len(tokens))),
+        )
+        for number, name in enumerate(("scales of experts", "transpose rows")):
+            yield recorded(f"{name} {D}", WITH_FP8, fp8_launch.transpose_rows, *cast, ends, number=number)
         for number, part in enumerate(("amax of", "cast")):
             weight = (fp8_launch.cast_weight_columns, _float(8, 256, D))
             yield recorded(f"{part} weight columns {D}", WITH_FP8, *weight, number=number)

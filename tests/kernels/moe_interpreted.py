@@ -180,6 +180,7 @@ def fp8() -> dict[str, float]:
     """Return the error of each cast to E4M3."""
     torch.manual_seed(0)
     fp8_launch.AMAX_TILE = fp8_launch.CAST_TILE = (32, 32, 4)  # several tiles, the last ones partly empty
+    fp8_launch.TRANSPOSED_TILE, fp8_launch.SCALED_ROWS = (32, 32, 4), 32
     found: dict[str, float] = {}
     for N, E, k, K in ((37, 5, 2, 80), (150, 3, 1, 640), (9, 1, 1, 48)):
         routing = reference.route(torch.randn(N, E), k, True, 16)
@@ -194,7 +195,7 @@ def fp8() -> dict[str, float]:
         cases: dict[str, tuple[str, tuple[Tensor | None, ...]]] = {
             "rows": ("cast_rows", (x,)),
             "gathered rows": ("cast_rows", (x, tokens)),
-            "gathered rows and their copy": ("gather_and_cast", (x, tokens)),
+            "transposed rows": ("transpose_rows", (*fp8_rows.cast_rows(x, tokens), routing.ends_E)),
             "weight columns": ("cast_weight_columns", (torch.randn(E, 48, K) * torch.logspace(-9, 9, K),)),
             "weight columns, words": ("cast_weight_columns", (x[: N // 4 * 4].view(1, -1, K),)),
         }

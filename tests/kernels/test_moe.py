@@ -168,7 +168,7 @@ def test_kernels_equal_their_reference(found: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "count"), [pytest.param("fp8", 33, marks=pytest.mark.full), ("fp8_of_gates", 42)]
+    ("function", "count"), [pytest.param("fp8", 30, marks=pytest.mark.full), ("fp8_of_gates", 42)]
 )
 def test_casts_to_fp8_equal_their_reference(function: str, count: int) -> None:
     """Scales are equal. The interpreter's conversion to FP8 truncates, so a value may be one step off (1 in 8)."""
@@ -203,7 +203,7 @@ def test_casts_are_those_of_ml_dtypes(
         """The expected result casts the transpose of `values` (scale per column)."""
         largest = abs(values).max(0)
         with np.errstate(divide="ignore"):
-            scale = np.where(largest == 0, 1.0, 2.0 ** np.floor(np.log2(448.0 / largest.astype(np.float64))))
+            scale = 2.0 ** np.floor(np.log2(448.0 / largest.astype(np.float64)))
         scale = np.minimum(scale, 2.0**126)
         return (values * scale).astype(ml_dtypes.float8_e4m3fn), scale
 
@@ -225,6 +225,9 @@ def test_a_cast_hides_no_infinity(value: float) -> None:
     x[3, 5] = value
     rows, row_inverse = moe.cast_rows(x)
     assert (rows.float() * row_inverse[:, None]).isnan().any(dim=1).nonzero().flatten().tolist() == [3]
+    ends_E = torch.tensor([16, 32], dtype=torch.int32)
+    wide_KS = moe.transpose_rows(rows, row_inverse, ends_E)[0].float()
+    assert wide_KS[5, 3].isnan() and not wide_KS[:, 16:].isnan().any()
     columns, inverse = moe.cast_weight_columns(x.view(2, 16, 16))
     wide_EKM = columns.float() * inverse[..., None]
     assert wide_EKM.isnan().any(dim=2).nonzero().tolist() == [[0, 5]]

@@ -21,13 +21,13 @@ __all__ = [
     "cast_weight_columns",
     "combine",
     "dispatch",
-    "gather_and_cast",
     "gathered_gated",
     "grouped_backend",
     "grouped_matmul",
     "grouped_weight_gradient",
     "route",
     "route_backward",
+    "transpose_rows",
     "weighted_gated",
     "weighted_gated_backward",
     "weighted_gated_backward_fp8",
@@ -47,7 +47,7 @@ gathered_gated = operator(reference.gathered_gated, GROUPED)
 grouped_matmul = operator(reference.grouped_matmul, GROUPED)
 grouped_weight_gradient = operator(reference.grouped_weight_gradient, GROUPED)
 cast_rows = operator(fp8_rows.cast_rows, FP8_LAUNCHER, supported=writes_fp8)
-gather_and_cast = operator(fp8_rows.gather_and_cast, FP8_LAUNCHER, supported=writes_fp8)
+transpose_rows = operator(fp8_rows.transpose_rows, FP8_LAUNCHER, supported=writes_fp8)
 weighted_gated_fp8 = operator(fp8_rows.weighted_gated_fp8, FP8_LAUNCHER, supported=writes_fp8)
 weighted_gated_backward_fp8 = operator(
     fp8_rows.weighted_gated_backward_fp8, FP8_LAUNCHER, supported=writes_fp8

@@ -11,29 +11,32 @@ from deskside.kernels.moe import triton_fp8
 Tile = tuple[int, int, int]
 AMAX_TILE: Tile = (128, 64, 4)
 CAST_TILE: Tile = (256, 64, 8)
+TRANSPOSED_TILE: Tile = (128, 128, 8)
+SCALED_ROWS = 2048  # of an expert that are reduced at a time
 SMALLEST_BLOCK = 512  # columns of a row: each of 128 threads converts four values at a time
 COLUMNS_PER_WARP = 512  # of the gate's rows
 
 
 def cast_rows(x_NK: Tensor, tokens_S: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """See `fp8_rows.cast_rows`. x_NK: contiguous."""
-    return _cast_rows(x_NK, tokens_S, None)
-
-
-def gather_and_cast(x_NK: Tensor, tokens_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """See `fp8_rows.gather_and_cast`. x_NK: contiguous."""
-    copy = torch.empty(len(tokens_S), x_NK.shape[1], dtype=x_NK.dtype, device=x_NK.device)
-    return copy, *_cast_rows(x_NK, tokens_S, copy)
-
-
-def _cast_rows(x: Tensor, tokens_S: Tensor | None, copy: Tensor | None) -> tuple[Tensor, Tensor]:
-    rows, K = len(x) if tokens_S is None else len(tokens_S), x.shape[1]
-    out, inverse = _e4m3(rows, K, device=x.device), _float32(rows, device=x.device)
+    rows, K = len(x_NK) if tokens_S is None else len(tokens_S), x_NK.shape[1]
+    out, inverse = _e4m3(rows, K, device=x_NK.device), _float32(rows, device=x_NK.device)
     block = min(max(next_power_of_2(K), SMALLEST_BLOCK), 2048)
-    triton_fp8.cast_rows[(rows,)](
-        x, tokens_S, out, inverse, copy, K, tokens_S is not None, copy is not None, block, num_warps=4
-    )
+    triton_fp8.cast_rows[(rows,)](x_NK, tokens_S, out, inverse, K, tokens_S is not None, block, num_warps=4)
     return out, inverse
+
+
+def transpose_rows(rows_SK: Tensor, inverse_S: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+    """See `fp8_rows.transpose_rows`. rows_SK: contiguous; S is a multiple of four."""
+    (S, K), E, device = rows_SK.shape, len(ends_E), rows_SK.device
+    inverse_E, ratio_S = _float32(E, device=device), _float32(S, device=device)
+    triton_fp8.scale_of_experts[(E,)](inverse_S, ends_E, inverse_E, ratio_S, S, E, SCALED_ROWS, num_warps=8)
+    columns = _e4m3(K, S, device=device)
+    *tile, warps = TRANSPOSED_TILE
+    triton_fp8.transpose_rows[(ceil_div(S, tile[0]) * ceil_div(K, tile[1]),)](
+        rows_SK, ratio_S, columns.view(torch.int32), S, K, *tile, num_warps=warps
+    )
+    return columns, inverse_E
 
 
 def weighted_gated_fp8(
@@ -53,15 +56,16 @@ def weighted_gated_backward_fp8(
     grad: Tensor, x: Tensor, weights_S: Tensor, activation: str, has_gate: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See `fp8_rows.weighted_gated_backward_fp8`. grad, x: contiguous."""
-    S, F = grad.shape
-    grad_x, hidden, grad_weights = torch.empty_like(x), torch.empty_like(grad), torch.empty_like(weights_S)
-    rows, inverse = _e4m3(*x.shape, device=x.device), _float32(S, device=x.device)
+    (S, F), device = grad.shape, x.device
+    rows, inverse = _e4m3(*x.shape, device=device), _float32(S, device=device)
+    hidden, hidden_inverse = _e4m3(S, F, device=device), _float32(S, device=device)
+    grad_weights = torch.empty_like(weights_S)
     *blocks, warps = gate_blocks(F)
     triton_fp8.weighted_gated_backward_fp8[(S,)](
-        grad, x, weights_S, grad_x, grad_weights, hidden, rows, inverse, F,
+        grad, x, weights_S, rows, inverse, grad_weights, hidden, hidden_inverse, F,
         ACTIVATION_IDS[activation], has_gate, *blocks, num_warps=warps,
     )  # fmt: skip
-    return grad_x, rows, inverse, grad_weights, hidden
+    return rows, inverse, grad_weights, hidden, hidden_inverse
 
 
 def gate_blocks(F: int) -> tuple[int, int, int]:

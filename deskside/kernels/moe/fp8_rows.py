@@ -2,7 +2,8 @@
 the kernels.
 
 A scale must be constant along the dimension that a product sums over. The output and the input gradient sum over the
-columns of the sorted rows, so each row has a scale. The output sums over the columns of an expert's weight too, the
+columns of the sorted rows, so each row has a scale. The weight gradient sums over the rows of an expert, so these have
+one scale, and are stored transposed. The output sums over the columns of an expert's weight too, the
 input gradient over its rows, so the form for the input gradient has a scale for each pair of expert and column. It is
 stored transposed, because tensor cores need a contiguous summed dimension.
 
@@ -30,27 +31,36 @@ def experts_of_rows(ends_E: Tensor, rows: int) -> Tensor:
 
 
 def scale_for(amax: Tensor) -> Tensor:
-    """Return the largest power of two that scales float32 amax to at most 448. It is 1 for 0, and 0 for infinity.
+    """Return the largest power of two up to LARGEST_SCALE that scales float32 amax to at most 448. 0 for infinity.
 
     Infinite values times 0 are NaN, which the product keeps.
     """
     scale = (E4M3_LARGEST / amax).clamp(max=LARGEST_SCALE)
-    return (scale.view(torch.int32) & EXPONENT_BITS).view(torch.float32).masked_fill(amax == 0, 1.0)
+    return (scale.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
 
 
 def cast_rows(x_NK: Tensor, tokens_S: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Cast the rows of x that `tokens_S` names, or all, with a scale per row. Returns E4M3 (S, K) and 1 / scale (S,).
 
-    Padding (-1) is zeros with scale 1.
+    Padding (-1) is zeros.
     """
     x_SK = _gathered(x_NK, tokens_S)
     scale_S = scale_for(_magnitude(x_SK).amax(1))
     return _to_e4m3(x_SK * scale_S[:, None]), scale_S.reciprocal()
 
 
-def gather_and_cast(x_NK: Tensor, tokens_S: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the rows of x that `tokens_S` names, (S, K), and `cast_rows` of them."""
-    return _gathered(x_NK, tokens_S).to(x_NK.dtype), *cast_rows(x_NK, tokens_S)
+def transpose_rows(rows_SK: Tensor, inverse_S: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
+    """Transpose rows of `cast_rows` for the weight gradient, which sums over the rows of each expert.
+
+    All rows of an expert get the scale of its row with the largest magnitude. Scales are powers of two, so only values
+    that become smaller than the smallest normal number of E4M3 are rounded. Returns E4M3 (K, S) and 1 / scale (E,).
+    """
+    experts_S, E = experts_of_rows(ends_E, len(inverse_S)), len(ends_E)
+    inverse = inverse_S.new_zeros(E + 1).scatter_reduce(
+        0, experts_S, inverse_S, "amax"
+    )  # E: padding after the rows
+    ratio_S = (inverse_S / inverse[experts_S]).masked_fill(experts_S == E, 0.0)
+    return _to_e4m3(rows_SK.float() * ratio_S[:, None]).T.contiguous(), inverse[:E]
 
 
 def weighted_gated_fp8(
@@ -63,13 +73,15 @@ def weighted_gated_fp8(
 def weighted_gated_backward_fp8(
     grad: Tensor, x: Tensor, weights_S: Tensor, activation: str, has_gate: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return `reference.weighted_gated_backward` and, after its gradient of x, `cast_rows` of that gradient.
+    """Return the results of `reference.weighted_gated_backward`, the gradient of x and the hidden values in E4M3:
 
-    The gradient is cast from at least float32.
+        gradient of x, 1 / its scales (S,), gradient of the weights, hidden values, 1 / their scales (S,)
+
+    Both are cast from at least float32, with a scale per row, as `cast_rows` does.
     """
     wide = x.to(at_least_float32(x))
     grad_x, grad_weights_S, hidden = weighted_gated_backward(grad, wide, weights_S, activation, has_gate)
-    return grad_x.to(x.dtype), *cast_rows(grad_x), grad_weights_S, hidden.to(x.dtype)
+    return *cast_rows(grad_x), grad_weights_S, *cast_rows(hidden)
 
 
 def cast_weight_columns(weight_EMK: Tensor) -> tuple[Tensor, Tensor]:

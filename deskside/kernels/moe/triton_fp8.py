@@ -27,19 +27,16 @@ def scale_and_inverse(bits):  # type: ignore[no-untyped-def]
     """
     biased = bits >> 23  # 127 + e; 255 for infinity and NaN
     exponent = tl.minimum(262 - biased - ((bits & 0x7FFFFF) > 0x600000).to(tl.int32), 253)
-    exponent = tl.where(bits == 0, 127, tl.where(biased == 255, 0, exponent))
+    exponent = tl.where(biased == 255, 0, exponent)
     inverse = tl.where(biased == 255, 255, 254 - exponent)
     return (exponent << 23).to(tl.float32, bitcast=True), (inverse << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def cast_rows(  # type: ignore[no-untyped-def]
-    X, TOKENS, OUT, INVERSE, COPY, K, HAS_TOKENS: tl.constexpr, HAS_COPY: tl.constexpr, BLOCK_K: tl.constexpr
+    X, TOKENS, OUT, INVERSE, K, HAS_TOKENS: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Write OUT (S, K) in E4M3 and INVERSE (S,), 1 / the scale of each row, from X (N, K). One program per row.
-
-    COPY (S, K): the rows themselves.
-    """
+    """Write OUT (S, K) in E4M3 and INVERSE (S,), 1 / the scale of each row, from X (N, K). One program per row."""
     row = tl.program_id(0).to(tl.int64)
     source = row
     if HAS_TOKENS:
@@ -49,8 +46,6 @@ def cast_rows(  # type: ignore[no-untyped-def]
         columns = first + tl.arange(0, BLOCK_K)
         x = tl.load(X + source * K + columns, mask=(columns < K) & (source >= 0), other=0.0)
         amax = tl.maximum(amax, magnitude_bits(x))
-        if HAS_COPY:
-            tl.store(COPY + row * K + columns, x, mask=columns < K)
     scale, inverse = scale_and_inverse(tl.max(amax, axis=0, keep_dims=True))
     for first in range(0, K, BLOCK_K):
         columns = first + tl.arange(0, BLOCK_K)
@@ -99,12 +94,13 @@ def weighted_gated_fp8(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _backward(  # type: ignore[no-untyped-def]
-    GRAD, INPUT, weight, OUT, HIDDEN, columns, F, KIND: tl.constexpr, GATED: tl.constexpr
+    GRAD, INPUT, weight, columns, F, KIND: tl.constexpr, GATED: tl.constexpr
 ):
-    """Write the gradients and hidden values of some columns of a row. Arguments: pointers to the row.
+    """Return the results of some columns of a row in float32. GRAD, INPUT: pointers to the row.
 
-    Returns the gradients of gate (or of the only input) and of up (or the same again) in float32, their largest
-    magnitude, and the sum that is the gradient of the router's weight.
+    They are the gradients of gate (or of the only input) and of up (or the same again), the hidden values times the
+    router's weight, the largest magnitudes of the gradients and of the hidden values, and the sum that is the gradient
+    of the router's weight.
     """
     mask = columns < F
     grad = tl.load(GRAD + columns, mask=mask, other=0.0).to(tl.float32)
@@ -117,46 +113,53 @@ def _backward(  # type: ignore[no-untyped-def]
         grad_gate *= up
         grad_up = weighted * hidden
         hidden *= up
-        tl.store(OUT + F + columns, grad_up.to(OUT.dtype.element_ty), mask=mask)
-    tl.store(OUT + columns, grad_gate.to(OUT.dtype.element_ty), mask=mask)
-    tl.store(HIDDEN + columns, (hidden * weight).to(HIDDEN.dtype.element_ty), mask=mask)
-    bits = tl.maximum(magnitude_bits(grad_gate), magnitude_bits(grad_up))
-    return grad_gate, grad_up, tl.max(bits, axis=0, keep_dims=True), tl.sum(grad * hidden, axis=0)
+    grad_weight = tl.sum(grad * hidden, axis=0)
+    hidden *= weight
+    bits = tl.max(tl.maximum(magnitude_bits(grad_gate), magnitude_bits(grad_up)), axis=0, keep_dims=True)
+    return (
+        grad_gate,
+        grad_up,
+        hidden,
+        bits,
+        tl.max(magnitude_bits(hidden), axis=0, keep_dims=True),
+        grad_weight,
+    )
 
 
 @triton.jit
 def weighted_gated_backward_fp8(  # type: ignore[no-untyped-def]
-    GRAD, INPUT, WEIGHTS, OUT, GRAD_WEIGHTS, HIDDEN, ROWS, INVERSE, F,
+    GRAD, INPUT, WEIGHTS, ROWS, INVERSE, GRAD_WEIGHTS, HIDDEN, HIDDEN_INVERSE, F,
     KIND: tl.constexpr, GATED: tl.constexpr, BLOCK_F: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
-    """Like `triton_rows.weighted_gated_backward`, and writes OUT in E4M3 too, ROWS, with INVERSE (S,).
+    """Like `triton_rows.weighted_gated_backward`, with the gradient of INPUT as ROWS (S, 2F) or (S, F) in E4M3 with
+    INVERSE (S,), and HIDDEN (S, F) in E4M3 with HIDDEN_INVERSE (S,).
 
     BLOCK_F, TAIL: as for `weighted_gated_fp8`.
     """
     row = tl.program_id(0).to(tl.int64)
     weight = tl.load(WEIGHTS + row)
     width = 2 * F if GATED else F
-    GRAD, HIDDEN, INPUT, OUT, ROWS = (
-        GRAD + row * F,
-        HIDDEN + row * F,
-        INPUT + row * width,
-        OUT + row * width,
-        ROWS + row * width,
-    )
+    GRAD, HIDDEN, INPUT, ROWS = GRAD + row * F, HIDDEN + row * F, INPUT + row * width, ROWS + row * width
     columns = tl.arange(0, BLOCK_F)
-    gate, up, amax, grad_weight = _backward(GRAD, INPUT, weight, OUT, HIDDEN, columns, F, KIND, GATED)
+    gate, up, hidden, amax, hidden_amax, grad_weight = _backward(GRAD, INPUT, weight, columns, F, KIND, GATED)
     if TAIL:
         tail_columns = BLOCK_F + tl.arange(0, TAIL)
-        tail_gate, tail_up, more, product = _backward(
-            GRAD, INPUT, weight, OUT, HIDDEN, tail_columns, F, KIND, GATED
+        tail_gate, tail_up, tail_hidden, more, hidden_more, product = _backward(
+            GRAD, INPUT, weight, tail_columns, F, KIND, GATED
         )
         amax, grad_weight = tl.maximum(amax, more), grad_weight + product
+        hidden_amax = tl.maximum(hidden_amax, hidden_more)
     scale, inverse = scale_and_inverse(amax)
+    hidden_scale, hidden_inverse = scale_and_inverse(hidden_amax)
     tl.store(GRAD_WEIGHTS + row, grad_weight)
     tl.store(INVERSE + row + tl.arange(0, 1), inverse)
+    tl.store(HIDDEN_INVERSE + row + tl.arange(0, 1), hidden_inverse)
     _store_row(ROWS, gate, up, scale, columns, F, GATED)
+    tl.store(HIDDEN + columns, to_fp8(hidden * hidden_scale, HIDDEN.dtype.element_ty), mask=columns < F)
     if TAIL:
         _store_row(ROWS, tail_gate, tail_up, scale, tail_columns, F, GATED)
+        hidden = to_fp8(tail_hidden * hidden_scale, HIDDEN.dtype.element_ty)
+        tl.store(HIDDEN + tail_columns, hidden, mask=tail_columns < F)
 
 
 @triton.jit
@@ -164,6 +167,46 @@ def _store_row(ROWS, gate, up, scale, columns, F, GATED: tl.constexpr):  # type:
     tl.store(ROWS + columns, to_fp8(gate * scale, ROWS.dtype.element_ty), mask=columns < F)
     if GATED:
         tl.store(ROWS + F + columns, to_fp8(up * scale, ROWS.dtype.element_ty), mask=columns < F)
+
+
+@triton.jit
+def scale_of_experts(INVERSE, ENDS, INVERSE_E, RATIO, S, E, BLOCK_S: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write INVERSE_E (E,), the largest of each expert's INVERSE (S,), and RATIO (S,), INVERSE relative to it.
+
+    One program per expert. RATIO is 0 after the rows of the last expert.
+    """
+    expert = tl.program_id(0)
+    start = tl.where(expert > 0, tl.load(ENDS + tl.maximum(expert - 1, 0)), 0)
+    end = tl.load(ENDS + expert)
+    rows = tl.arange(0, BLOCK_S)
+    largest = tl.zeros((BLOCK_S,), tl.int32)  # bits of numbers that are not negative have their order
+    for first in range(start, end, BLOCK_S):
+        inverse = tl.load(INVERSE + first + rows, mask=first + rows < end, other=0.0)
+        largest = tl.maximum(largest, inverse.to(tl.int32, bitcast=True))
+    inverse_of_expert = tl.max(largest, axis=0).to(tl.float32, bitcast=True)
+    tl.store(INVERSE_E + expert, inverse_of_expert)
+    for first in range(start, end, BLOCK_S):
+        inverse = tl.load(INVERSE + first + rows, mask=first + rows < end, other=0.0)
+        tl.store(RATIO + first + rows, inverse / inverse_of_expert, mask=first + rows < end)
+    if expert == E - 1:
+        for first in range(end, S, BLOCK_S):
+            tl.store(RATIO + first + rows, tl.zeros((BLOCK_S,), tl.float32), mask=first + rows < S)
+
+
+@triton.jit
+def transpose_rows(  # type: ignore[no-untyped-def]
+    X, RATIO, WORDS, S, K, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """Write X (S, K) in E4M3, times RATIO (S,), transposed as WORDS (K, S / 4) of four E4M3 values."""
+    pieces = tl.cdiv(K, BLOCK_K)
+    words = (tl.program_id(0) // pieces * (BLOCK_S // 4) + tl.arange(0, BLOCK_S // 4)).to(tl.int64)
+    columns = tl.program_id(0) % pieces * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = (words < S // 4)[:, None] & (columns < K)[None, :]
+    a, b, c, d = load_four(X + (words * 4)[:, None] * K + columns[None, :], K, mask)
+    p, q, r, s = load_four(RATIO + words * 4, 1, words < S // 4)
+    packed = pack_words(a * p[:, None], b * q[:, None], c * r[:, None], d * s[:, None], tl.float8e4nv)
+    places = columns[:, None].to(tl.int64) * (S // 4) + words[None, :]
+    tl.store(WORDS + places, tl.trans(packed), mask=tl.trans(mask))
 
 
 @triton.jit
