@@ -13,12 +13,12 @@
   written once. NVFP4_WORK multiplies the time of these bytes by the additional arithmetic of a recipe. It was fitted
   to one run of each recipe, emulated on an H200 (docs/planner-accuracy.md).
 
-Experts have FP8 operands with a scale per row in every FP8 recipe, and weight gradients in BF16 (`config/recipes.py`).
-Their grouped products run natively where the device supports "fp8-grouped", and NVFP4 is always emulated for experts.
-In the backward, the kernels that write a tensor in BF16 write FP8 too, EXPERT_FP8_GRADIENT bytes more per value. In the
-forward they write FP8 instead of BF16, which the model leaves out. An emulated product reads the codes and writes them
-in BF16. GROUPED_FP8_RATE is the rate of native grouped products in FP8 relative to those in BF16, both relative to
-dense ones: 1,080 TFLOP/s on an H200 (docs/data/2026-11-23-experts/profile-4-layers-fp8.json).
+Experts have the same FP8 operands in every FP8 recipe (`config/recipes.py`). Their grouped products run natively where
+the device supports "fp8-grouped", and NVFP4 is always emulated for experts. Kernels write FP8 instead of BF16, a byte
+less, and the backward transposes inputs and gradients for the weight gradient, two bytes more: together
+EXPERT_FP8_TRANSPOSED bytes more per value. The byte less in the forward is left out. An emulated product reads the
+codes and writes them in BF16. GROUPED_FP8_RATE is the rate of native grouped products in FP8 relative to those in BF16,
+both relative to dense ones: 1,080 TFLOP/s on an H200 (docs/data/2026-11-23-experts/profile-4-layers-fp8.json).
 
 By default, weights are converted once per optimizer step and the copies are kept (`precision.weight_cache`).
 """
@@ -40,7 +40,7 @@ EMULATED_RATE_SHARE = 0.8  # rate of an emulated product, relative to BF16
 FP8_TRAFFIC = 1.47  # element-wise traffic, relative to BF16
 CURRENT_SCALING = ("fp8-tensorwise", "fp8-rowwise")  # FP8 recipes whose scales come from the tensor itself
 CURRENT_SCALING_BYTES = 6.0  # per value: read for the maximum, read again, written in two layouts
-EXPERT_FP8_GRADIENT, EXPERT_FP8_EMULATED = 1.0, 3.0  # bytes per value
+EXPERT_FP8_TRANSPOSED, EXPERT_FP8_EMULATED = 1.0, 3.0  # bytes per value
 GROUPED_FP8_RATE = 0.81
 NVFP4_READ, NVFP4_WRITTEN = 4.0, {True: 0.5625, False: 2.0}  # bytes per value and product; keys: native
 # Time of quantizing relative to the time of its memory traffic, by recipe.

@@ -44,8 +44,7 @@ def products(
     quantized_share = spec.quantized_share(s.shape.num_hidden_layers) if quantized(spec.precision) else 0.0
     forward, backward = product_formats(spec.precision)
     shares: dict[RunsAs, float] = {unquantized_format(spec): 1 - quantized_share}
-    weight_gradient: Format = "bf16" if experts and backward == "fp8" else backward
-    by_format: list[tuple[Format, float]] = [(forward, 1 / 3), (backward, 1 / 3), (weight_gradient, 1 / 3)]
+    by_format: list[tuple[Format, float]] = [(forward, 1 / 3), (backward, 2 / 3)]
     if recompute:
         by_format = [(forward, 1.0)]
     for format, share in by_format:

@@ -6,7 +6,7 @@ from deskside.budget.format_costs import (
     CURRENT_SCALING,
     CURRENT_SCALING_BYTES,
     EXPERT_FP8_EMULATED,
-    EXPERT_FP8_GRADIENT,
+    EXPERT_FP8_TRANSPOSED,
     FP8_TRAFFIC,
     NVFP4_WORK,
     nvfp4_bytes,
@@ -50,8 +50,11 @@ def quantizing_experts(s: Sizes, recompute: bool = False) -> Iterator[Operator]:
     blocks = s.leaf("quantized share of the weights", share)
     first, second, gradients = expert_values(s)
     forward, backward = product_formats(spec.precision)
-    # Values that the products read in the forward and of the gradients, in the form that sums over columns.
-    in_forward, in_backward = (first, 0.0) if recompute else (first + second, gradients)
+    # Values that are read by the products of the forward, by input gradients and by weight gradients.
+    in_forward = first if recompute else first + second
+    in_input_gradients, in_weight_gradients = (
+        (0.0, 0.0) if recompute else (gradients, first + second + gradients)
+    )
     emulated = 0.0 if "fp8-grouped" in spec.native else EXPERT_FP8_EMULATED
     fp8 = nvfp4 = 0.0
     if forward == "fp8":
@@ -59,9 +62,9 @@ def quantizing_experts(s: Sizes, recompute: bool = False) -> Iterator[Operator]:
     else:
         nvfp4 += in_forward
     if backward == "fp8":
-        fp8 += (EXPERT_FP8_GRADIENT + emulated) * in_backward
-    elif not recompute:
-        nvfp4 += in_backward + first + second + gradients
+        fp8 += emulated * in_input_gradients + (EXPERT_FP8_TRANSPOSED + emulated) * in_weight_gradients
+    else:
+        nvfp4 += in_input_gradients + in_weight_gradients
     if fp8:
         yield Operator("quantizing experts to FP8", "quantize", blocks * fp8, recompute, share=share)
     if nvfp4:

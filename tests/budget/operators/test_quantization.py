@@ -41,7 +41,7 @@ def test_casts_of_experts_are_counted_for_every_row(precision: Precision) -> Non
         for native in (frozenset[LowFormat](), ALL_NATIVE):
             operators = step_operators(EXPERTS, replace(spec, native=native))
             (amounts[len(native)],) = [o.amount for o in operators if o.name == "quantizing experts to FP8"]
-        assert amounts[len(ALL_NATIVE)] == gradients  # one byte each: see precision/sorted_casts.py
-        assert amounts[0] - amounts[len(ALL_NATIVE)] == 3 * (first + second + gradients)
+        assert amounts[len(ALL_NATIVE)] == first + second + gradients  # one byte each
+        assert amounts[0] - amounts[len(ALL_NATIVE)] == 3 * (2 * (first + second + gradients))
     dense, _ = quantized_values(Sizes(EXPERTS, spec))
     assert dense == spec.tokens * 4 * (2048 + EXPERTS.num_attention_heads * EXPERTS.head_dim)
