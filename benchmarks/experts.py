@@ -149,15 +149,19 @@ def measure_fp8(tokens: int, experts: int, k: int, hidden: int, width: int) -> d
     ends, rows = routing.ends_E, len(routing.tokens_S)
     g, out = (torch.randn(rows, n * width, device=device).bfloat16() for n in (2, 1))
     weight, forms = layer.gate_up_weight.detach(), plan.weight(torch.bfloat16)
-    x_cast, g_cast = moe.cast_rows(x, routing.tokens_S), moe.cast_rows(g)
+    choices = routing.slots_Nk, routing.tokens_S
+    x_cast, g_cast = moe.dispatch_fp8(x, *choices), moe.cast_rows(g)
     x_rows, g_rows = (QuantizedOperand(*cast) for cast in (x_cast, g_cast))
     x_columns, g_columns = (
         QuantizedOperand(*moe.transpose_rows(*cast, ends), transposed=True) for cast in (x_cast, g_cast)
     )
     gate = routing.weights_S, ACTIVATION, True
     casts: dict[str, tuple[int, Callable[[], object]]] = {
-        "cast rows, gathered": (3 * rows * hidden, lambda: moe.cast_rows(x, routing.tokens_S)),
-        "transpose rows": (2 * rows * hidden, lambda: moe.transpose_rows(*x_cast, ends)),
+        "dispatch": (2 * tokens * hidden + rows * hidden, lambda: moe.dispatch_fp8(x, *choices)),
+        "dispatch columns": (
+            3 * rows * hidden,
+            lambda: moe.dispatch_columns(x, routing.tokens_S, x_cast[1], ends),
+        ),
         "transpose gradients": (4 * rows * width, lambda: moe.transpose_rows(*g_cast, ends)),
         "gate": (5 * rows * width, lambda: moe.weighted_gated_fp8(g, *gate)),
         "gate backward": (9 * rows * width, lambda: moe.weighted_gated_backward_fp8(out, g, *gate)),

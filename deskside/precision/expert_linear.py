@@ -87,21 +87,23 @@ class ExpertLinear:
         operand = quantize_rows_of_experts(
             x, self.recipe.output.left, "columns", self.shared.draws, self._output
         )
-        return grouped_product("output", operand, weight[0], x.ends_E, dtype, self.native)
+        return grouped_product("output", operand, weight[0], x.routing.ends_E, dtype, self.native)
 
     def input_gradient(self, g: SortedRows, weight: Forms, dtype: torch.dtype) -> Tensor:
         """Return the gradient of the inputs (S, K), from that of the output (S, M)."""
         operand = quantize_rows_of_experts(
             g, self.recipe.input_gradient.left, "columns", self.shared.draws, self._input_gradient
         )
-        return grouped_product("input_gradient", operand, weight[1], g.ends_E, dtype, self.native)
+        return grouped_product("input_gradient", operand, weight[1], g.routing.ends_E, dtype, self.native)
 
     def weight_gradient(self, g: SortedRows, x: SortedRows) -> Tensor:
         """Return the gradient of the weight (E, M, K) in its dtype, for gradients (S, M) and inputs (S, K)."""
         product, draws = self.recipe.weight_gradient, self.shared.draws
         left = quantize_rows_of_experts(g, product.left, "rows", draws, self._weight_gradient)
         right = quantize_rows_of_experts(x, product.right, "rows", draws, self._weight_gradient)
-        return grouped_product("weight_gradient", left, right, g.ends_E, self.parameter.dtype, self.native)
+        return grouped_product(
+            "weight_gradient", left, right, g.routing.ends_E, self.parameter.dtype, self.native
+        )
 
     @property
     def native(self) -> bool:

@@ -27,7 +27,7 @@ from deskside.precision.expert_linear import ExpertLinear, Forms
 from deskside.precision.fused_shared_expert import FusedSharedExpert
 from deskside.precision.fused_sublayers import flatten_tokens, rms_norm
 from deskside.precision.quantized_linear import ConvertedWeight
-from deskside.precision.sorted_casts import gate, gate_backward, gather_gradient
+from deskside.precision.sorted_casts import gate, gate_backward, gather
 from deskside.precision.sorted_operand import SortedRows
 
 
@@ -63,10 +63,14 @@ class FusedMoE:
         router = self.router.get(self.sublayer.mixture.router.weight, dtype)[0].values
         return router, self.gate_up.weight(dtype), self.down.weight(dtype)
 
-    def inner(self, normed_ND: Tensor, gate_up: Forms, routing: Routing) -> Tensor:
-        """Return the output of the experts' first product, (S, 2F), or (S, F) without a gate."""
-        x = SortedRows(normed_ND, routing.tokens_S, routing.ends_E)
-        return self.gate_up.output(x, gate_up, normed_ND.dtype)
+    def inner(self, normed_ND: Tensor, gate_up: Forms, routing: Routing) -> tuple[Tensor, Tensor | None]:
+        """Return the output of the experts' first product, (S, 2F), or (S, F) without a gate.
+
+        The second result is the scale of each of its input rows in FP8, (S,), which the weight gradient uses.
+        """
+        x = gather(normed_ND, routing, self.gate_up.recipe.output.left)
+        scale_S = None if x.cast is None else x.cast.scale
+        return self.gate_up.output(x, gate_up, normed_ND.dtype), scale_S
 
     def __call__(self, residual_BTD: Tensor, delta_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         mixture = self.sublayer.mixture
@@ -101,7 +105,7 @@ class _MoE(torch.autograd.Function):
         )
         if mixture.choices_observer is not None:
             mixture.choices_observer(routing.experts_Nk)
-        inner = plan.inner(normed, gate_up, routing)
+        inner, scale_S = plan.inner(normed, gate_up, routing)
         hidden = gate(inner, routing, mixture.experts.activation, plan.gated, plan.down.recipe.output.left)
         y_SD = plan.down.output(hidden, down, normed.dtype)
         del hidden
@@ -111,7 +115,7 @@ class _MoE(torch.autograd.Function):
             shared_out = shared.output(normed, shared_inner)
         delta = moe.combine(y_SD, routing.slots_Nk, shared_out)
         ctx.plan, ctx.shape, ctx.routing = plan, shape, routing
-        ctx.state = None if plan.recompute else (normed, inner, shared_inner)
+        ctx.state = None if plan.recompute else (normed, inner, scale_S, shared_inner)
         ctx.save_for_backward(residual, rstd, weights[0], logits)
         ctx.set_materialize_grads(False)
         # Detached, because an output that `ctx` also holds would keep the graph alive forever.
@@ -129,16 +133,16 @@ class _MoE(torch.autograd.Function):
         if state is None:
             normed = fused.add_norm(residual, None, norm_weight, plan.norm.eps)[1]
             assert isinstance(normed, Tensor)
-            inner = plan.inner(normed, gate_up, routing)
+            inner, scale_S = plan.inner(normed, gate_up, routing)
             shared_inner = None if plan.shared_expert is None else plan.shared_expert.inner(normed)
         else:
-            normed, inner, shared_inner = state
+            normed, inner, scale_S, shared_inner = state
         del state
         assert grad_delta is not None
 
-        tokens, ends, dtype = routing.tokens_S, routing.ends_E, residual.dtype
+        dtype = residual.dtype
         read = plan.down.recipe.input_gradient.left
-        grad_y = gather_gradient(flatten_tokens(grad_delta), routing, read)
+        grad_y = gather(flatten_tokens(grad_delta), routing, read)
         grad_hidden = plan.down.input_gradient(grad_y, down, dtype)
         read = plan.gate_up.recipe.input_gradient.left
         grad_inner, grad_weights_S, hidden = gate_backward(
@@ -147,7 +151,8 @@ class _MoE(torch.autograd.Function):
         del grad_hidden, inner
         grad_down = plan.down.weight_gradient(grad_y, hidden)
         del grad_y, hidden
-        grad_gate_up = plan.gate_up.weight_gradient(grad_inner, SortedRows(normed, tokens, ends))
+        x = SortedRows(normed, routing, scale_S=scale_S)
+        grad_gate_up = plan.gate_up.weight_gradient(grad_inner, x)
         grad_x = plan.gate_up.input_gradient(grad_inner, gate_up, dtype)
         del grad_inner
 

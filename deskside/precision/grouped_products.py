@@ -53,9 +53,8 @@ def _native_fp8(
 ) -> Tensor:
     assert left.scale is not None and right.scale is not None
     scales = left.scale, right.scale
-    if (
-        kind == "weight_gradient"
-    ):  # (M, S) x (S, K): a scale for every row of every expert's result, and column
+    if kind == "weight_gradient":
+        # (M, S) x (S, K): torch expects a scale for every row and every column of each expert's result.
         scales = (
             left.scale.repeat_interleave(len(left.values)),
             right.scale.repeat_interleave(len(right.values)),
@@ -77,7 +76,7 @@ def _emulated_fp8(
 ) -> Tensor:
     assert left.scale is not None and right.scale is not None
     if kind == "weight_gradient":
-        experts_S = experts_of_rows(ends_E, left.values.shape[1]).clamp(max=len(ends_E) - 1)
+        experts_S = experts_of_rows(ends_E, left.values.shape[1])
         g_SM, x_SK = (
             _bfloat16(operand.values.T, scale[experts_S, None])
             for operand, scale in ((left, left.scale), (right, right.scale))

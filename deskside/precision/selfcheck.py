@@ -255,8 +255,8 @@ def _check_experts(recipe: Recipe, device: torch.device, native: bool) -> CheckR
 
     def run() -> tuple[Tensor, ...]:
         forms = plan.weight(dtype)
-        inputs = SortedRows(x.to(dtype), routing.tokens_S, ends)
-        grads = SortedRows(grad.to(dtype), None, ends)
+        inputs = SortedRows(x.to(dtype), routing)
+        grads = SortedRows(grad.to(dtype), routing, in_order=True)
         output = plan.output(inputs, forms, dtype)
         return output, plan.input_gradient(grads, forms, dtype), plan.weight_gradient(grads, inputs)
 

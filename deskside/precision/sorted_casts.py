@@ -7,6 +7,8 @@ quantizes them.
 Suffixes: see `sorted_operand`; F intermediate size.
 """
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from deskside.config.recipes import Operand
@@ -17,20 +19,18 @@ from deskside.precision.quantized_operand import QuantizedOperand
 from deskside.precision.sorted_operand import SortedRows
 
 
-def gather_gradient(grad_ND: Tensor, routing: Routing, operand: Operand) -> SortedRows:
-    """Return the sorted rows of a gradient; the input gradient reads them as `operand`."""
-    if operand.format not in DTYPE:
-        return SortedRows(grad_ND, routing.tokens_S, routing.ends_E)
-    cast = QuantizedOperand(*moe.cast_rows(grad_ND, routing.tokens_S))
-    return SortedRows(None, None, routing.ends_E, cast)
+def gather(x_ND: Tensor, routing: Routing, operand: Operand) -> SortedRows:
+    """Return the sorted rows of tokens x, or of their gradients; the next product reads them as `operand`."""
+    rows = SortedRows(x_ND, routing)
+    return rows if operand.format not in DTYPE else replace(rows, cast=rows.in_fp8)
 
 
 def gate(inner: Tensor, routing: Routing, activation: str, gated: bool, operand: Operand) -> SortedRows:
     """Return `moe.weighted_gated` of `inner`, (S, F); the second product reads it as `operand`."""
     given = inner, routing.weights_S, activation, gated
     if operand.format not in DTYPE:
-        return SortedRows(moe.weighted_gated(*given), None, routing.ends_E)
-    return SortedRows(None, None, routing.ends_E, QuantizedOperand(*moe.weighted_gated_fp8(*given)))
+        return SortedRows(moe.weighted_gated(*given), routing, in_order=True)
+    return SortedRows(None, routing, cast=QuantizedOperand(*moe.weighted_gated_fp8(*given)))
 
 
 def gate_backward(
@@ -40,11 +40,13 @@ def gate_backward(
 
     grad: that of the hidden values. operand: what the input gradient of the first product reads of that of `inner`.
     """
-    given, ends = (grad, inner, routing.weights_S, activation, gated), routing.ends_E
+    given = grad, inner, routing.weights_S, activation, gated
     if operand.format not in DTYPE:
         grad_inner, grad_weights, hidden = moe.weighted_gated_backward(*given)
-        return SortedRows(grad_inner, None, ends), grad_weights, SortedRows(hidden, None, ends)
-    values, inverse, grad_weights, hidden, hidden_inverse = moe.weighted_gated_backward_fp8(*given)
-    casts = (QuantizedOperand(values, inverse), QuantizedOperand(hidden, hidden_inverse))
-    grad_rows, hidden_rows = (SortedRows(None, None, ends, cast) for cast in casts)
+        rows = (SortedRows(values, routing, in_order=True) for values in (grad_inner, hidden))
+    else:
+        values, inverse, grad_weights, hidden, hidden_inverse = moe.weighted_gated_backward_fp8(*given)
+        casts = QuantizedOperand(values, inverse), QuantizedOperand(hidden, hidden_inverse)
+        rows = (SortedRows(None, routing, cast=cast) for cast in casts)
+    grad_rows, hidden_rows = rows
     return grad_rows, grad_weights, hidden_rows

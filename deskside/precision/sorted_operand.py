@@ -19,6 +19,7 @@ from torch import Tensor
 
 from deskside.config.recipes import Operand
 from deskside.kernels import moe
+from deskside.kernels.moe import Routing
 from deskside.kernels.nvfp4.operand import Along, required_multiple
 from deskside.precision import nvfp4
 from deskside.precision.formats import DTYPE
@@ -30,30 +31,46 @@ NVFP4_ROWS = 128
 
 @dataclass(frozen=True)
 class SortedRows:
-    """Rows sorted by expert: those of `source_NK` that `tokens_S` names (-1: zeros), or all if that is None.
+    """Rows in the order of `routing`, by expert.
 
-    ends_E: as in `moe.Routing`. cast: the rows in FP8, if the kernel that computed them has cast them. `source_NK` is
-    None then.
+    source: the tokens (N, K), which the kernels put in order, or, if `in_order`, the rows (S, K). None if the kernel
+    that computed the rows has written only `cast`, the rows in FP8 with a scale per row. scale_S: the scales of an
+    earlier cast of the tokens, if its result was not kept.
     """
 
-    source_NK: Tensor | None
-    tokens_S: Tensor | None
-    ends_E: Tensor
+    source: Tensor | None
+    routing: Routing
+    in_order: bool = False
     cast: QuantizedOperand | None = None
+    scale_S: Tensor | None = None
 
     @cached_property
     def gathered(self) -> Tensor:
-        """The sorted rows (S, K). Casts to FP8 gather rows themselves and do not need this copy."""
-        assert self.source_NK is not None
-        return self.source_NK if self.tokens_S is None else moe.dispatch(self.source_NK, self.tokens_S)
+        """The rows (S, K). Casts to FP8 put tokens in order themselves and do not need this copy."""
+        assert self.source is not None
+        return self.source if self.in_order else moe.dispatch(self.source, self.routing.tokens_S)
 
     @property
     def in_fp8(self) -> QuantizedOperand:
-        """The sorted rows in FP8, with a scale per row."""
+        """The rows in FP8, with a scale per row."""
         if self.cast is not None:
             return self.cast
-        assert self.source_NK is not None
-        return QuantizedOperand(*moe.cast_rows(self.source_NK, self.tokens_S))
+        assert self.source is not None
+        if self.in_order:
+            return QuantizedOperand(*moe.cast_rows(self.source))
+        return QuantizedOperand(*moe.dispatch_fp8(self.source, self.routing.slots_Nk, self.routing.tokens_S))
+
+    def columns_in_fp8(self) -> QuantizedOperand:
+        """Return the rows in FP8, transposed, with a scale per expert."""
+        ends_E = self.routing.ends_E
+        if self.cast is None and self.scale_S is not None:
+            assert self.source is not None and not self.in_order
+            columns = moe.dispatch_columns(self.source, self.routing.tokens_S, self.scale_S, ends_E)
+        else:
+            cast = self.in_fp8
+            assert cast.scale is not None
+            columns = moe.transpose_rows(cast.values, cast.scale, ends_E)
+        return QuantizedOperand(*columns, transposed=True)
 
 
 def alignment(operand: Operand) -> int:
@@ -70,17 +87,13 @@ def quantize_rows_of_experts(
     if operand.format in UNQUANTIZED:
         return QuantizedOperand(rows.gathered)
     if operand.format in DTYPE:
-        cast = rows.in_fp8
-        if along == "columns":
-            return cast
-        assert cast.scale is not None
-        return QuantizedOperand(*moe.transpose_rows(cast.values, cast.scale, rows.ends_E), transposed=True)
+        return rows.in_fp8 if along == "columns" else rows.columns_in_fp8()
     x_SK = rows.gathered
     signs = draws.signs(product, operand.hadamard, x_SK.device) if operand.fresh_signs else None
     seed = draws.next() if operand.rounding != "nearest" else 0
     if x_SK.is_cuda:
-        return _nvfp4_on_gpu(x_SK, operand, along, signs, seed, rows.ends_E)
-    lengths = torch.diff(rows.ends_E, prepend=rows.ends_E.new_zeros(1)).tolist()
+        return _nvfp4_on_gpu(x_SK, operand, along, signs, seed, rows.routing.ends_E)
+    lengths = torch.diff(rows.routing.ends_E, prepend=rows.routing.ends_E.new_zeros(1)).tolist()
     values, scale_E = _nvfp4(x_SK.split(lengths), operand, along, signs, seed)
     return QuantizedOperand(torch.cat(values), scale_E)
 

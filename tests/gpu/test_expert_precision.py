@@ -43,15 +43,16 @@ def test_casts_equal_their_reference_to_the_bit(N: int, E: int, k: int, D: int, 
     routing = routing_of(N, E, k)
     x = random(N, D) * torch.logspace(-6, 6, N, device=card.DEVICE)[:, None].bfloat16()
     x[0] = 0.0
-    tokens = routing.tokens_S
-    rows = moe.dispatch(x, tokens)
+    choices = routing.slots_Nk, routing.tokens_S
+    rows, (cast, inverse) = moe.dispatch(x, routing.tokens_S), fp8_rows.dispatch_fp8(x, *choices)
     weight = torch.randn(E, F // 16 * 16, D, device=card.DEVICE)
     cases = (
-        (moe.cast_rows(x, tokens), fp8_rows.cast_rows(x, tokens)),
+        tuple(module.dispatch_fp8(x, *choices) for module in (moe, fp8_rows)),
         (moe.cast_rows(rows), fp8_rows.cast_rows(rows)),
         (moe.cast_weight_columns(weight), fp8_rows.cast_weight_columns(weight)),
+        tuple(module.transpose_rows(cast, inverse, routing.ends_E) for module in (moe, fp8_rows)),
         tuple(
-            module.transpose_rows(*fp8_rows.cast_rows(x, tokens), routing.ends_E)
+            module.dispatch_columns(x, routing.tokens_S, inverse, routing.ends_E)
             for module in (moe, fp8_rows)
         ),
     )
@@ -100,8 +101,8 @@ def test_native_products_equal_emulated_ones(N: int, E: int, k: int, D: int, F: 
         plan = ExpertLinear(experts, "gate_up_weight", expert_recipe(RECIPES["fp8-delayed"]), shared, 0)
         forms = plan.weight(torch.bfloat16)
         inputs, grads = (
-            SortedRows(x, routing.tokens_S, routing.ends_E),
-            SortedRows(g, None, routing.ends_E),
+            SortedRows(x, routing),
+            SortedRows(g, routing, in_order=True),
         )
         found[native] = [
             plan.output(inputs, forms, torch.bfloat16),

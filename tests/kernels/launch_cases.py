@@ -207,13 +207,14 @@ def _expert_casts() -> Iterator[CompileCase]:
     for D, F in ((2048, 2176), (5120, 5120), (4096, 14336)):
         x, rows, tokens = _new(N, D), _new(2 * N, D), _new(2 * N, dtype=torch.int32)
         yield recorded(f"cast rows {D}", WITH_FP8, fp8_launch.cast_rows, rows)
-        yield recorded(f"cast rows gathered {D}", WITH_FP8, fp8_launch.cast_rows, x, tokens)
-        ends, cast = (
-            _new(8, dtype=torch.int32),
-            (_new(len(tokens), D, dtype=torch.float8_e4m3fn), _float(len(tokens))),
-        )
+        slots, inverse = _new(N, 2, dtype=torch.int32), _float(len(tokens))
+        yield recorded(f"dispatch to FP8 {D}", WITH_FP8, fp8_launch.dispatch_fp8, x, slots, tokens)
+        ends, cast = _new(8, dtype=torch.int32), (_new(2 * N, D, dtype=torch.float8_e4m3fn), inverse)
         for number, name in enumerate(("scales of experts", "transpose rows")):
             yield recorded(f"{name} {D}", WITH_FP8, fp8_launch.transpose_rows, *cast, ends, number=number)
+        for number, name in enumerate(("scales of experts of tokens", "dispatch columns")):
+            given = x, tokens, inverse, ends
+            yield recorded(f"{name} {D}", WITH_FP8, fp8_launch.dispatch_columns, *given, number=number)
         for number, part in enumerate(("amax of", "cast")):
             weight = (fp8_launch.cast_weight_columns, _float(8, 256, D))
             yield recorded(f"{part} weight columns {D}", WITH_FP8, *weight, number=number)

@@ -180,7 +180,7 @@ def fp8() -> dict[str, float]:
     """Return the error of each cast to E4M3."""
     torch.manual_seed(0)
     fp8_launch.AMAX_TILE = fp8_launch.CAST_TILE = (32, 32, 4)  # several tiles, the last ones partly empty
-    fp8_launch.TRANSPOSED_TILE, fp8_launch.SCALED_ROWS = (32, 32, 4), 32
+    fp8_launch.TRANSPOSED_TILE, fp8_launch.SCALED_ROWS, fp8_launch.PADDED_ROWS = (32, 32, 4), 32, 8
     found: dict[str, float] = {}
     for N, E, k, K in ((37, 5, 2, 80), (150, 3, 1, 640), (9, 1, 1, 48)):
         routing = reference.route(torch.randn(N, E), k, True, 16)
@@ -192,10 +192,13 @@ def fp8() -> dict[str, float]:
             x[2:] = torch.exp2(torch.arange(N - 2.0) - 70)[:, None] * (
                 1.75 + (torch.arange(K) % 3 - 2) * 2**-23
             )
+        choices = routing.slots_Nk, tokens
+        cast = fp8_rows.dispatch_fp8(x, *choices)
         cases: dict[str, tuple[str, tuple[Tensor | None, ...]]] = {
             "rows": ("cast_rows", (x,)),
-            "gathered rows": ("cast_rows", (x, tokens)),
-            "transposed rows": ("transpose_rows", (*fp8_rows.cast_rows(x, tokens), routing.ends_E)),
+            "dispatched rows": ("dispatch_fp8", (x, *choices)),
+            "transposed rows": ("transpose_rows", (*cast, routing.ends_E)),
+            "dispatched columns": ("dispatch_columns", (x, tokens, cast[1], routing.ends_E)),
             "weight columns": ("cast_weight_columns", (torch.randn(E, 48, K) * torch.logspace(-9, 9, K),)),
             "weight columns, words": ("cast_weight_columns", (x[: N // 4 * 4].view(1, -1, K),)),
         }

@@ -168,7 +168,7 @@ def test_kernels_equal_their_reference(found: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "count"), [pytest.param("fp8", 30, marks=pytest.mark.full), ("fp8_of_gates", 42)]
+    ("function", "count"), [pytest.param("fp8", 36, marks=pytest.mark.full), ("fp8_of_gates", 42)]
 )
 def test_casts_to_fp8_equal_their_reference(function: str, count: int) -> None:
     """Scales are equal. The interpreter's conversion to FP8 truncates, so a value may be one step off (1 in 8)."""
@@ -197,7 +197,7 @@ def test_casts_are_those_of_ml_dtypes(
     routing = moe.route(torch.randn(tokens, experts, generator=generator), 1, True, align=16)
     x = torch.randn(tokens, 16 * columns, generator=generator) * 2.0**magnitude
     x[0], x[:, 0] = 0.0, 0.0
-    rows = moe.dispatch(x, routing.tokens_S).numpy()
+    rows, ends = moe.dispatch(x, routing.tokens_S).numpy(), routing.ends_E.tolist()
 
     def expected(values: Any) -> tuple[Any, Any]:
         """The expected result casts the transpose of `values` (scale per column)."""
@@ -207,10 +207,16 @@ def test_casts_are_those_of_ml_dtypes(
         scale = np.minimum(scale, 2.0**126)
         return (values * scale).astype(ml_dtypes.float8_e4m3fn), scale
 
-    values, inverse = moe.cast_rows(x, routing.tokens_S)
+    values, inverse = moe.dispatch_fp8(x, routing.slots_Nk, routing.tokens_S)
     truth, scale = expected(rows.T)
     assert np.array_equal(values.float().numpy(), truth.T.astype(np.float32))
     assert np.array_equal(1 / inverse.double().numpy(), scale)
+    columns_KS, inverse_E = moe.dispatch_columns(x, routing.tokens_S, inverse, routing.ends_E)
+    for expert, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
+        truth, scale = expected(rows[start:end].reshape(-1, 1))  # one scale for all values of an expert
+        found = columns_KS.float().numpy()[:, start:end].T.reshape(-1, 1)
+        assert np.array_equal(found, truth.astype(np.float32))
+        assert 1 / inverse_E.double()[expert] == scale.item()
     weight = x[: tokens // 4 * 4].view(1, -1, 16 * columns)
     if weight.numel():
         values, inverse = moe.cast_weight_columns(weight)
@@ -227,7 +233,9 @@ def test_a_cast_hides_no_infinity(value: float) -> None:
     assert (rows.float() * row_inverse[:, None]).isnan().any(dim=1).nonzero().flatten().tolist() == [3]
     ends_E = torch.tensor([16, 32], dtype=torch.int32)
     wide_KS = moe.transpose_rows(rows, row_inverse, ends_E)[0].float()
-    assert wide_KS[5, 3].isnan() and not wide_KS[:, 16:].isnan().any()
+    direct_KS = moe.dispatch_columns(x, torch.arange(32, dtype=torch.int32), row_inverse, ends_E)[0].float()
+    for columns_KS in (wide_KS, direct_KS):
+        assert columns_KS[5, 3].isnan() and not columns_KS[:, 16:].isnan().any()
     columns, inverse = moe.cast_weight_columns(x.view(2, 16, 16))
     wide_EKM = columns.float() * inverse[..., None]
     assert wide_EKM.isnan().any(dim=2).nonzero().tolist() == [[0, 5]]

@@ -66,8 +66,8 @@ def plan_of(recipe: str, caps: HardwareCaps | None = None) -> ExpertLinear:
 
 
 def products(plan: ExpertLinear, routing: moe.Routing, x_ND: Tensor, g_SM: Tensor) -> dict[str, Tensor]:
-    x = SortedRows(x_ND, routing.tokens_S, routing.ends_E)
-    g = SortedRows(g_SM, None, routing.ends_E)
+    x = SortedRows(x_ND, routing)
+    g = SortedRows(g_SM, routing, in_order=True)
     weight = plan.weight(torch.bfloat16)
     return {
         "output": plan.output(x, weight, torch.bfloat16),

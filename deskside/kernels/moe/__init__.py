@@ -21,6 +21,8 @@ __all__ = [
     "cast_weight_columns",
     "combine",
     "dispatch",
+    "dispatch_columns",
+    "dispatch_fp8",
     "gathered_gated",
     "grouped_backend",
     "grouped_matmul",
@@ -47,6 +49,8 @@ gathered_gated = operator(reference.gathered_gated, GROUPED)
 grouped_matmul = operator(reference.grouped_matmul, GROUPED)
 grouped_weight_gradient = operator(reference.grouped_weight_gradient, GROUPED)
 cast_rows = operator(fp8_rows.cast_rows, FP8_LAUNCHER, supported=writes_fp8)
+dispatch_fp8 = operator(fp8_rows.dispatch_fp8, FP8_LAUNCHER, supported=writes_fp8)
+dispatch_columns = operator(fp8_rows.dispatch_columns, FP8_LAUNCHER, supported=writes_fp8)
 transpose_rows = operator(fp8_rows.transpose_rows, FP8_LAUNCHER, supported=writes_fp8)
 weighted_gated_fp8 = operator(fp8_rows.weighted_gated_fp8, FP8_LAUNCHER, supported=writes_fp8)
 weighted_gated_backward_fp8 = operator(

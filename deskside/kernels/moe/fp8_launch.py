@@ -12,29 +12,69 @@ Tile = tuple[int, int, int]
 AMAX_TILE: Tile = (128, 64, 4)
 CAST_TILE: Tile = (256, 64, 8)
 TRANSPOSED_TILE: Tile = (128, 128, 8)
-SCALED_ROWS = 2048  # of an expert that are reduced at a time
+SCALED_ROWS = 8192  # of an expert that are reduced at a time, by 32 warps
+PADDED_ROWS = 64  # that a program searches for padding
 SMALLEST_BLOCK = 512  # columns of a row: each of 128 threads converts four values at a time
 COLUMNS_PER_WARP = 512  # of the gate's rows
 
 
-def cast_rows(x_NK: Tensor, tokens_S: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def cast_rows(x_NK: Tensor) -> tuple[Tensor, Tensor]:
     """See `fp8_rows.cast_rows`. x_NK: contiguous."""
-    rows, K = len(x_NK) if tokens_S is None else len(tokens_S), x_NK.shape[1]
-    out, inverse = _e4m3(rows, K, device=x_NK.device), _float32(rows, device=x_NK.device)
-    block = min(max(next_power_of_2(K), SMALLEST_BLOCK), 2048)
-    triton_fp8.cast_rows[(rows,)](x_NK, tokens_S, out, inverse, K, tokens_S is not None, block, num_warps=4)
+    N, K = x_NK.shape
+    out, inverse = _e4m3(N, K, device=x_NK.device), _float32(N, device=x_NK.device)
+    triton_fp8.cast_rows[(N,)](x_NK, out, inverse, K, _row_block(K), num_warps=4)
     return out, inverse
+
+
+def dispatch_fp8(x_NK: Tensor, slots_Nk: Tensor, tokens_S: Tensor) -> tuple[Tensor, Tensor]:
+    """See `fp8_rows.dispatch_fp8`. x_NK: contiguous."""
+    (N, K), S = x_NK.shape, len(tokens_S)
+    out, inverse = _e4m3(S, K, device=x_NK.device), _float32(S, device=x_NK.device)
+    triton_fp8.dispatch_fp8[(N + ceil_div(S, PADDED_ROWS),)](
+        x_NK,
+        slots_Nk,
+        tokens_S,
+        out,
+        inverse,
+        N,
+        S,
+        K,
+        slots_Nk.shape[1],
+        _row_block(K),
+        PADDED_ROWS,
+        num_warps=4,
+    )
+    return out, inverse
+
+
+def _row_block(K: int) -> int:
+    return min(max(next_power_of_2(K), SMALLEST_BLOCK), 2048)
 
 
 def transpose_rows(rows_SK: Tensor, inverse_S: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
     """See `fp8_rows.transpose_rows`. rows_SK: contiguous; S is a multiple of four."""
-    (S, K), E, device = rows_SK.shape, len(ends_E), rows_SK.device
-    inverse_E, ratio_S = _float32(E, device=device), _float32(S, device=device)
-    triton_fp8.scale_of_experts[(E,)](inverse_S, ends_E, inverse_E, ratio_S, S, E, SCALED_ROWS, num_warps=8)
+    return _transpose_rows(rows_SK, None, inverse_S, ends_E)
+
+
+def dispatch_columns(
+    x_NK: Tensor, tokens_S: Tensor, inverse_S: Tensor, ends_E: Tensor
+) -> tuple[Tensor, Tensor]:
+    """See `fp8_rows.dispatch_columns`. x_NK: contiguous; S is a multiple of four."""
+    return _transpose_rows(x_NK, tokens_S, inverse_S, ends_E)
+
+
+def _transpose_rows(
+    x: Tensor, tokens_S: Tensor | None, inverse_S: Tensor, ends_E: Tensor
+) -> tuple[Tensor, Tensor]:
+    S, K, E, device = len(inverse_S), x.shape[1], len(ends_E), x.device
+    inverse_E, factor_S = _float32(E, device=device), _float32(S, device=device)
+    triton_fp8.scale_of_experts[(E,)](
+        inverse_S, ends_E, inverse_E, factor_S, tokens_S is None, SCALED_ROWS, num_warps=32
+    )
     columns = _e4m3(K, S, device=device)
     *tile, warps = TRANSPOSED_TILE
     triton_fp8.transpose_rows[(ceil_div(S, tile[0]) * ceil_div(K, tile[1]),)](
-        rows_SK, ratio_S, columns.view(torch.int32), S, K, *tile, num_warps=warps
+        x, tokens_S, factor_S, columns.view(torch.int32), S, K, tokens_S is not None, *tile, num_warps=warps
     )
     return columns, inverse_E
 

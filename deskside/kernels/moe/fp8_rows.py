@@ -39,14 +39,20 @@ def scale_for(amax: Tensor) -> Tensor:
     return (scale.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
 
 
-def cast_rows(x_NK: Tensor, tokens_S: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Cast the rows of x that `tokens_S` names, or all, with a scale per row. Returns E4M3 (S, K) and 1 / scale (S,).
+def cast_rows(x_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """Cast the rows of x with a scale per row. Returns E4M3 (N, K) and 1 / scale (N,)."""
+    x_NK = x_NK.float()
+    scale_N = scale_for(_magnitude(x_NK).amax(1))
+    return _to_e4m3(x_NK * scale_N[:, None]), scale_N.reciprocal()
 
-    Padding (-1) is zeros.
+
+def dispatch_fp8(x_NK: Tensor, slots_Nk: Tensor, tokens_S: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `cast_rows` of the tokens x in sorted order, with zeros for padding: E4M3 (S, K) and 1 / scale (S,).
+
+    slots_Nk, tokens_S: see `reference.Routing`. The kernel reads and casts each token once and writes it k times, so it
+    needs the rows of each token; this reference needs only the token of each row.
     """
-    x_SK = _gathered(x_NK, tokens_S)
-    scale_S = scale_for(_magnitude(x_SK).amax(1))
-    return _to_e4m3(x_SK * scale_S[:, None]), scale_S.reciprocal()
+    return cast_rows(_gathered(x_NK, tokens_S))
 
 
 def transpose_rows(rows_SK: Tensor, inverse_S: Tensor, ends_E: Tensor) -> tuple[Tensor, Tensor]:
@@ -55,12 +61,20 @@ def transpose_rows(rows_SK: Tensor, inverse_S: Tensor, ends_E: Tensor) -> tuple[
     All rows of an expert get the scale of its row with the largest magnitude. Scales are powers of two, so only values
     that become smaller than the smallest normal number of E4M3 are rounded. Returns E4M3 (K, S) and 1 / scale (E,).
     """
-    experts_S, E = experts_of_rows(ends_E, len(inverse_S)), len(ends_E)
-    inverse = inverse_S.new_zeros(E + 1).scatter_reduce(
-        0, experts_S, inverse_S, "amax"
-    )  # E: padding after the rows
-    ratio_S = (inverse_S / inverse[experts_S]).masked_fill(experts_S == E, 0.0)
-    return _to_e4m3(rows_SK.float() * ratio_S[:, None]).T.contiguous(), inverse[:E]
+    experts_S, inverse_E = experts_of_rows(ends_E, len(inverse_S)), _largest(inverse_S, ends_E)
+    return _to_e4m3(rows_SK.float() * (inverse_S / inverse_E[experts_S])[:, None]).T.contiguous(), inverse_E
+
+
+def dispatch_columns(
+    x_NK: Tensor, tokens_S: Tensor, inverse_S: Tensor, ends_E: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the sorted rows of tokens x, with zeros for padding, cast for the weight gradient as `transpose_rows`.
+
+    inverse_S: of an earlier `dispatch_fp8` of x. Values are rounded once. Returns E4M3 (K, S) and 1 / scale (E,).
+    """
+    experts_S, inverse_E = experts_of_rows(ends_E, len(inverse_S)), _largest(inverse_S, ends_E)
+    scaled_SK = _gathered(x_NK, tokens_S) * inverse_E.reciprocal()[experts_S, None]
+    return _to_e4m3(scaled_SK).T.contiguous(), inverse_E
 
 
 def weighted_gated_fp8(
@@ -91,10 +105,14 @@ def cast_weight_columns(weight_EMK: Tensor) -> tuple[Tensor, Tensor]:
     return _to_e4m3(weight_EMK * scale_EK[:, None]).transpose(1, 2).contiguous(), scale_EK.reciprocal()
 
 
-def _gathered(x_NK: Tensor, tokens_S: Tensor | None) -> Tensor:
-    if tokens_S is None:
-        return x_NK.float()
+def _gathered(x_NK: Tensor, tokens_S: Tensor) -> Tensor:
     return x_NK[tokens_S.long()].float().masked_fill((tokens_S < 0)[:, None], 0.0)
+
+
+def _largest(inverse_S: Tensor, ends_E: Tensor) -> Tensor:
+    """Return the largest value of each expert (E,)."""
+    experts_S = experts_of_rows(ends_E, len(inverse_S))
+    return inverse_S.new_zeros(len(ends_E)).scatter_reduce(0, experts_S, inverse_S, "amax")
 
 
 def _magnitude(x: Tensor) -> Tensor:

@@ -33,25 +33,59 @@ def scale_and_inverse(bits):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def cast_rows(  # type: ignore[no-untyped-def]
-    X, TOKENS, OUT, INVERSE, K, HAS_TOKENS: tl.constexpr, BLOCK_K: tl.constexpr
-):
-    """Write OUT (S, K) in E4M3 and INVERSE (S,), 1 / the scale of each row, from X (N, K). One program per row."""
-    row = tl.program_id(0).to(tl.int64)
-    source = row
-    if HAS_TOKENS:
-        source = tl.load(TOKENS + row).to(tl.int64)
+def _row_scale(ROW, K, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the scale of the row of K values at the pointer ROW, and its inverse, as tensors of one value."""
     amax = tl.zeros((BLOCK_K,), tl.int32)
     for first in range(0, K, BLOCK_K):
         columns = first + tl.arange(0, BLOCK_K)
-        x = tl.load(X + source * K + columns, mask=(columns < K) & (source >= 0), other=0.0)
-        amax = tl.maximum(amax, magnitude_bits(x))
-    scale, inverse = scale_and_inverse(tl.max(amax, axis=0, keep_dims=True))
+        amax = tl.maximum(amax, magnitude_bits(tl.load(ROW + columns, mask=columns < K, other=0.0)))
+    return scale_and_inverse(tl.max(amax, axis=0, keep_dims=True))
+
+
+@triton.jit
+def cast_rows(X, OUT, INVERSE, K, BLOCK_K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write OUT (N, K) in E4M3 and INVERSE (N,), 1 / the scale of each row, from X (N, K). One program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    scale, inverse = _row_scale(X + row * K, K, BLOCK_K)
     for first in range(0, K, BLOCK_K):
         columns = first + tl.arange(0, BLOCK_K)
-        x = tl.load(X + source * K + columns, mask=(columns < K) & (source >= 0), other=0.0).to(tl.float32)
+        x = tl.load(X + row * K + columns, mask=columns < K, other=0.0).to(tl.float32)
         tl.store(OUT + row * K + columns, to_fp8(x * scale, OUT.dtype.element_ty), mask=columns < K)
     tl.store(INVERSE + row + tl.arange(0, 1), inverse)
+
+
+@triton.jit
+def dispatch_fp8(  # type: ignore[no-untyped-def]
+    X, SLOTS, TOKENS, OUT, INVERSE, N, S, K,
+    CHOICES: tl.constexpr, BLOCK_K: tl.constexpr, PADDED_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Write each row of X (N, K) in E4M3 to the CHOICES rows of OUT (S, K) that SLOTS names, with INVERSE (S,).
+
+    One program per token, and after these one per PADDED_ROWS rows of OUT, which writes the padding among them.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    if token < N:
+        scale, inverse = _row_scale(X + token * K, K, BLOCK_K)
+        for choice in tl.static_range(CHOICES):
+            slot = tl.load(SLOTS + token * CHOICES + choice).to(tl.int64)
+            tl.store(INVERSE + slot + tl.arange(0, 1), inverse)
+        for first in range(0, K, BLOCK_K):
+            columns = first + tl.arange(0, BLOCK_K)
+            x = tl.load(X + token * K + columns, mask=columns < K, other=0.0).to(tl.float32)
+            out = to_fp8(x * scale, OUT.dtype.element_ty)
+            for choice in tl.static_range(CHOICES):
+                slot = tl.load(SLOTS + token * CHOICES + choice).to(tl.int64)
+                tl.store(OUT + slot * K + columns, out, mask=columns < K)
+    else:
+        _, inverse = scale_and_inverse(tl.zeros((1,), tl.int32))
+        start = (token - N) * PADDED_ROWS
+        for row in range(start, tl.minimum(start + PADDED_ROWS, S)):
+            if tl.load(TOKENS + row) < 0:
+                tl.store(INVERSE + row + tl.arange(0, 1), inverse)
+                for first in range(0, K, BLOCK_K):
+                    columns = first + tl.arange(0, BLOCK_K)
+                    zeros = to_fp8(tl.zeros((BLOCK_K,), tl.float32), OUT.dtype.element_ty)
+                    tl.store(OUT + row * K + columns, zeros, mask=columns < K)
 
 
 @triton.jit
@@ -93,6 +127,15 @@ def weighted_gated_fp8(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _max_max_sum(bits, hidden_bits, product, other_bits, other_hidden_bits, other_product):  # type: ignore[no-untyped-def]
+    return (
+        tl.maximum(bits, other_bits),
+        tl.maximum(hidden_bits, other_hidden_bits),
+        product + other_product,
+    )
+
+
+@triton.jit
 def _backward(  # type: ignore[no-untyped-def]
     GRAD, INPUT, weight, columns, F, KIND: tl.constexpr, GATED: tl.constexpr
 ):
@@ -100,7 +143,7 @@ def _backward(  # type: ignore[no-untyped-def]
 
     They are the gradients of gate (or of the only input) and of up (or the same again), the hidden values times the
     router's weight, the largest magnitudes of the gradients and of the hidden values, and the sum that is the gradient
-    of the router's weight.
+    of the router's weight. The last three are reduced together: each reduction waits for all threads.
     """
     mask = columns < F
     grad = tl.load(GRAD + columns, mask=mask, other=0.0).to(tl.float32)
@@ -113,17 +156,12 @@ def _backward(  # type: ignore[no-untyped-def]
         grad_gate *= up
         grad_up = weighted * hidden
         hidden *= up
-    grad_weight = tl.sum(grad * hidden, axis=0)
+    product = grad * hidden
     hidden *= weight
-    bits = tl.max(tl.maximum(magnitude_bits(grad_gate), magnitude_bits(grad_up)), axis=0, keep_dims=True)
-    return (
-        grad_gate,
-        grad_up,
-        hidden,
-        bits,
-        tl.max(magnitude_bits(hidden), axis=0, keep_dims=True),
-        grad_weight,
-    )
+    bits = tl.maximum(magnitude_bits(grad_gate), magnitude_bits(grad_up))
+    found = bits, magnitude_bits(hidden), product
+    bits, hidden_bits, grad_weight = tl.reduce(found, axis=0, keep_dims=True, combine_fn=_max_max_sum)
+    return grad_gate, grad_up, hidden, bits, hidden_bits, grad_weight
 
 
 @triton.jit
@@ -151,7 +189,7 @@ def weighted_gated_backward_fp8(  # type: ignore[no-untyped-def]
         hidden_amax = tl.maximum(hidden_amax, hidden_more)
     scale, inverse = scale_and_inverse(amax)
     hidden_scale, hidden_inverse = scale_and_inverse(hidden_amax)
-    tl.store(GRAD_WEIGHTS + row, grad_weight)
+    tl.store(GRAD_WEIGHTS + row + tl.arange(0, 1), grad_weight)
     tl.store(INVERSE + row + tl.arange(0, 1), inverse)
     tl.store(HIDDEN_INVERSE + row + tl.arange(0, 1), hidden_inverse)
     _store_row(ROWS, gate, up, scale, columns, F, GATED)
@@ -170,10 +208,13 @@ def _store_row(ROWS, gate, up, scale, columns, F, GATED: tl.constexpr):  # type:
 
 
 @triton.jit
-def scale_of_experts(INVERSE, ENDS, INVERSE_E, RATIO, S, E, BLOCK_S: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write INVERSE_E (E,), the largest of each expert's INVERSE (S,), and RATIO (S,), INVERSE relative to it.
+def scale_of_experts(  # type: ignore[no-untyped-def]
+    INVERSE, ENDS, INVERSE_E, FACTOR, IS_CAST: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    """Write INVERSE_E (E,), the largest of each expert's INVERSE (S,), and the FACTOR (S,) that gives a row that scale.
 
-    One program per expert. RATIO is 0 after the rows of the last expert.
+    FACTOR is 1 / INVERSE_E or, for rows that were cast with their own scales (IS_CAST), INVERSE / INVERSE_E. One
+    program per expert.
     """
     expert = tl.program_id(0)
     start = tl.where(expert > 0, tl.load(ENDS + tl.maximum(expert - 1, 0)), 0)
@@ -183,30 +224,50 @@ def scale_of_experts(INVERSE, ENDS, INVERSE_E, RATIO, S, E, BLOCK_S: tl.constexp
     for first in range(start, end, BLOCK_S):
         inverse = tl.load(INVERSE + first + rows, mask=first + rows < end, other=0.0)
         largest = tl.maximum(largest, inverse.to(tl.int32, bitcast=True))
-    inverse_of_expert = tl.max(largest, axis=0).to(tl.float32, bitcast=True)
+    bits = tl.max(largest, axis=0)
+    inverse_of_expert = bits.to(tl.float32, bitcast=True)
     tl.store(INVERSE_E + expert, inverse_of_expert)
+    # Of a power of two, the exponent changes its sign. Infinity becomes 0.
+    scale = tl.maximum((254 << 23) - bits, 0).to(tl.float32, bitcast=True)
     for first in range(start, end, BLOCK_S):
-        inverse = tl.load(INVERSE + first + rows, mask=first + rows < end, other=0.0)
-        tl.store(RATIO + first + rows, inverse / inverse_of_expert, mask=first + rows < end)
-    if expert == E - 1:
-        for first in range(end, S, BLOCK_S):
-            tl.store(RATIO + first + rows, tl.zeros((BLOCK_S,), tl.float32), mask=first + rows < S)
+        mask = first + rows < end
+        factor = tl.full((BLOCK_S,), 1.0, tl.float32) * scale
+        if IS_CAST:
+            factor = tl.load(INVERSE + first + rows, mask=mask, other=0.0) / inverse_of_expert
+        tl.store(FACTOR + first + rows, factor, mask=mask)
 
 
 @triton.jit
 def transpose_rows(  # type: ignore[no-untyped-def]
-    X, RATIO, WORDS, S, K, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr
+    X, TOKENS, FACTOR, WORDS, S, K, HAS_TOKENS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Write X (S, K) in E4M3, times RATIO (S,), transposed as WORDS (K, S / 4) of four E4M3 values."""
+    """Write the transpose of rows times FACTOR (S,) as WORDS (K, S / 4) of four E4M3 values.
+
+    The rows are X (S, K), or those of X (N, K) that TOKENS (S,) names, with zeros for -1.
+    """
     pieces = tl.cdiv(K, BLOCK_K)
     words = (tl.program_id(0) // pieces * (BLOCK_S // 4) + tl.arange(0, BLOCK_S // 4)).to(tl.int64)
     columns = tl.program_id(0) % pieces * BLOCK_K + tl.arange(0, BLOCK_K)
-    mask = (words < S // 4)[:, None] & (columns < K)[None, :]
-    a, b, c, d = load_four(X + (words * 4)[:, None] * K + columns[None, :], K, mask)
-    p, q, r, s = load_four(RATIO + words * 4, 1, words < S // 4)
+    word_mask = words < S // 4
+    mask = word_mask[:, None] & (columns < K)[None, :]
+    p, q, r, s = load_four(FACTOR + words * 4, 1, word_mask)
+    if HAS_TOKENS:
+        a = _token_rows(X, TOKENS + words * 4, columns, K, word_mask, mask)
+        b = _token_rows(X, TOKENS + words * 4 + 1, columns, K, word_mask, mask)
+        c = _token_rows(X, TOKENS + words * 4 + 2, columns, K, word_mask, mask)
+        d = _token_rows(X, TOKENS + words * 4 + 3, columns, K, word_mask, mask)
+    else:
+        a, b, c, d = load_four(X + (words * 4)[:, None] * K + columns[None, :], K, mask)
     packed = pack_words(a * p[:, None], b * q[:, None], c * r[:, None], d * s[:, None], tl.float8e4nv)
     places = columns[:, None].to(tl.int64) * (S // 4) + words[None, :]
     tl.store(WORDS + places, tl.trans(packed), mask=tl.trans(mask))
+
+
+@triton.jit
+def _token_rows(X, TOKENS, columns, K, word_mask, mask):  # type: ignore[no-untyped-def]
+    """Load some columns of the rows of X (N, K) that the pointers TOKENS name, as float32. Zeros for -1."""
+    tokens = tl.load(TOKENS, mask=word_mask, other=-1).to(tl.int64)[:, None]
+    return tl.load(X + tokens * K + columns[None, :], mask=mask & (tokens >= 0), other=0.0).to(tl.float32)
 
 
 @triton.jit
