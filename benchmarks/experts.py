@@ -11,7 +11,6 @@ reads the weights of the experts that were chosen. A decoding step is `--tokens 
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from deskside.config.recipes import expert_recipe, recipe_named
 from deskside.kernels import moe
+from deskside.kernels.device_time import device_seconds
 from deskside.kernels.moe import grouped
 from deskside.ops.moe import Experts
 from deskside.precision.expert_linear import ExpertLinear
@@ -34,26 +34,15 @@ from deskside.precision.scales import DelayedScales
 
 # Left operand, right operand, transpose (None for the gradient of the weights), and the dense product.
 Product = tuple[Tensor, Tensor, bool | None, Callable[[], object]]
-DEVICE = "cuda"
+DEVICE = torch.device("cuda")
 SHAPES = "8x2x2048x2176,8x2x768x1024,16x2x768x1024,32x4x768x512,64x8x768x256,64x8x2048x1024"
 RUNS = 20
-SLEEP = 2_000_000  # clock cycles, about a millisecond: the host launches what is timed meanwhile
 ACTIVATION = "silu"
 
 
 def seconds(run: Callable[[], object]) -> float:
-    """Return the median time of a call on the device, without that of its launch, which may take longer."""
-    times = []
-    for number in range(RUNS + 3):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(SLEEP)
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        if number >= 3:
-            times.append(begin.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+    """Return the median time of a call on the device."""
+    return device_seconds(run, DEVICE, RUNS, warm_up=3)
 
 
 def measure(tokens: int, experts: int, k: int, hidden: int, width: int) -> dict[str, Any]:

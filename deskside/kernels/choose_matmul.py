@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deskside.kernels import fused
-from deskside.kernels.fused.choose_tiles import seconds
+from deskside.kernels.device_time import device_seconds
 from deskside.kernels.quack_matmul import (
     MatmulTile,
     deinterleave,
@@ -135,7 +135,9 @@ class _Trial:
 
     def seconds_of_cublas(self) -> float:
         """Return the seconds of all products without the package."""
-        return sum(seconds(problem.cublas, self.device) for problem in [*self.plain.values(), *self.gated])
+        return sum(
+            device_seconds(problem.cublas, self.device) for problem in [*self.plain.values(), *self.gated]
+        )
 
     def choose_plain(self) -> list[dict[str, Any]]:
         """Return a result for each plain product."""
@@ -186,7 +188,7 @@ class _Trial:
 
     def _times(self, problem: _Problem) -> "_Times":
         """Return the seconds without the package (key None), and with each tile whose results are right."""
-        times: _Times = {None: seconds(problem.cublas, self.device)}
+        times: _Times = {None: device_seconds(problem.cublas, self.device)}
         expected = problem.cublas()
         for tile in self.tiles:
             try:
@@ -196,7 +198,7 @@ class _Trial:
             except RuntimeError:  # the package does not support this tile here
                 continue
             if error <= TOLERANCE:
-                times[tile] = seconds(partial(problem.tiled, tile), self.device)
+                times[tile] = device_seconds(partial(problem.tiled, tile), self.device)
         return times
 
     def _random(self, *size: int, std: float = 1.0) -> Tensor:

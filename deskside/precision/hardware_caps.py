@@ -13,16 +13,15 @@ We have not run fp4 or mxfp8 on such a GPU. Tests compile them and inspect the g
 and the comparison with the plain product detect wrong results.
 """
 
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from deskside.kernels.device_time import device_seconds
+
 SIZE = 2048  # rows and columns of the operands of the timed product
-RUNS = 5  # timed runs, whose median is used
 AGREEMENT = 1e-2  # relative error between both products; both accumulate in float32 and round to bfloat16
 
 
@@ -77,16 +76,4 @@ def _mxfp8_is_faster(device: torch.device) -> bool:
     except RuntimeError:
         return False  # one of them is not supported here; the self-check tests the plain product
     agrees = bool((result - expected).norm() <= AGREEMENT * expected.norm())
-    return agrees and _milliseconds(block_scaled) < _milliseconds(plain)
-
-
-def _milliseconds(function: Callable[[], Tensor]) -> float:
-    times = []
-    for _ in range(RUNS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        function()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
+    return agrees and device_seconds(block_scaled, device) < device_seconds(plain, device)

@@ -28,7 +28,7 @@ class Card:
         self.tile: MatmulTile | None = None
         self.launches = 0
         monkeypatch.setattr(trial, "tiles_of", lambda device: tuple(self.times))
-        monkeypatch.setattr(trial, "seconds", self.seconds)
+        monkeypatch.setattr(trial, "device_seconds", self.seconds)
         monkeypatch.setattr(trial, "load", lambda: None)
         monkeypatch.setattr(quack_matmul, "_launch", self.launch)
 
@@ -114,7 +114,7 @@ def test_too_little_memory_leaves_the_products_as_they_are(monkeypatch: pytest.M
     def full(run: Any, device: torch.device) -> float:
         raise torch.OutOfMemoryError("full")
 
-    monkeypatch.setattr(trial, "seconds", full)
+    monkeypatch.setattr(trial, "device_seconds", full)
     assert choose_matmul(SHAPE, CPU, LONG, TrialCache(None)) is None
 
 

@@ -35,7 +35,7 @@ class Card:
         self.seconds, self.launches = seconds, Counter[Tile]()
         self.wrong: set[Tile] = set()
         self.impossible: set[Tile] = set()
-        monkeypatch.setattr(trial, "seconds", self.time)
+        monkeypatch.setattr(trial, "device_seconds", self.time)
         monkeypatch.setattr(trial, "bandwidth", lambda device: BANDWIDTH)
         monkeypatch.setattr(trial, "problems_of", lambda shape, device: self.problems)
 

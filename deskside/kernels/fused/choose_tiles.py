@@ -6,17 +6,16 @@ first.
 """
 
 import contextlib
-import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, astuple, dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from deskside.kernels.compile_ahead import compile_ahead
+from deskside.kernels.device_time import device_seconds
 from deskside.kernels.fused.reference import Cast, Fp8
 from deskside.kernels.fused.tiles import CANDIDATES, Tile, temporarily, use_tile
 from deskside.utils.trials import TrialCache
@@ -24,7 +23,6 @@ from deskside.utils.trials import TrialCache
 KIND = "tiles"
 # Elements of the MLP's hidden layer in the trial: 128 MiB with a gate in BF16, more than any card's L2 cache.
 ELEMENTS = 2**25
-RUNS = 10
 WORTH = 1.1  # a kernel whose first tile takes at most this multiple of the memory traffic's time keeps it
 COMPILE_SECONDS = 2.0  # for the other tiles of all kernels, in threads
 TRIAL_SECONDS = 5.0  # no further kernel is tried after this time, in which nothing is compiled
@@ -94,7 +92,7 @@ def choose(
     with compile_ahead(device):
         for problem in problems.values():
             problem.run()
-    first = {kernel: seconds(problem.run, device) for kernel, problem in problems.items()}
+    first = {kernel: device_seconds(problem.run, device) for kernel, problem in problems.items()}
     floor = {kernel: problem.traffic / bytes_per_second for kernel, problem in problems.items()}
     slow = [kernel for kernel in problems if first[kernel] > WORTH * floor[kernel]]
     worth = passes * sum(first[kernel] - floor[kernel] for kernel in slow) > COMPILE_SECONDS
@@ -132,28 +130,17 @@ def _try_tiles(kernel: str, problem: Problem, device: torch.device) -> dict[Tile
             try:
                 results = problem.run()
                 if all(torch.equal(ours, theirs) for ours, theirs in zip(results, expected, strict=True)):
-                    times[tile] = seconds(problem.run, device)
+                    times[tile] = device_seconds(problem.run, device)
             except (RuntimeError, TritonError):  # too much shared memory, or too many registers
                 continue
     return times
-
-
-def seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Return the median seconds of a launch, with the GPU's queue full."""
-    events = []
-    for _ in range(RUNS + 2):  # the first compiles, the second fills the queue
-        run()
-        events.append(torch.cuda.Event(enable_timing=True))
-        events[-1].record()
-    events[-1].synchronize()
-    return statistics.median(begin.elapsed_time(end) / 1e3 for begin, end in pairwise(events[1:]))
 
 
 def bandwidth(device: torch.device) -> float:
     """Return the bytes per second that a copy reads and writes."""
     source = torch.empty(2**27, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * source.numel() / seconds(lambda: target.copy_(source), device)
+    return 2 * source.numel() / device_seconds(lambda: target.copy_(source), device)
 
 
 def problems_of(shape: MlpShape, device: torch.device) -> dict[str, Problem]:
