@@ -73,8 +73,19 @@ def _transpose_rows(
     )
     columns = _e4m3(K, S, device=device)
     *tile, warps = TRANSPOSED_TILE
-    triton_fp8.transpose_rows[(ceil_div(S, tile[0]) * ceil_div(K, tile[1]),)](
-        x, tokens_S, factor_S, columns.view(torch.int32), S, K, tokens_S is not None, *tile, num_warps=warps
+    groups = 1 if tokens_S is None else E
+    blocks = ceil_div(ceil_div(S, tile[0]), groups) * groups
+    triton_fp8.transpose_rows[(blocks * ceil_div(K, tile[1]),)](
+        x,
+        tokens_S,
+        factor_S,
+        columns.view(torch.int32),
+        S,
+        K,
+        groups,
+        tokens_S is not None,
+        *tile,
+        num_warps=warps,
     )
     return columns, inverse_E
 

@@ -239,14 +239,19 @@ def scale_of_experts(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def transpose_rows(  # type: ignore[no-untyped-def]
-    X, TOKENS, FACTOR, WORDS, S, K, HAS_TOKENS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr
-):
+    X, TOKENS, FACTOR, WORDS, S, K, groups,
+    HAS_TOKENS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
     """Write the transpose of rows times FACTOR (S,) as WORDS (K, S / 4) of four E4M3 values.
 
-    The rows are X (S, K), or those of X (N, K) that TOKENS (S,) names, with zeros for -1.
+    The rows are X (S, K), or those of X (N, K) that TOKENS (S,) names, with zeros for -1. Row blocks are divided into
+    `groups`, of which each takes its turn. Tokens of an expert are in order, so if there are as many groups as experts,
+    programs that run at the same time read the same tokens for several experts, and find them in the L2 cache.
     """
-    pieces = tl.cdiv(K, BLOCK_K)
-    words = (tl.program_id(0) // pieces * (BLOCK_S // 4) + tl.arange(0, BLOCK_S // 4)).to(tl.int64)
+    pieces, blocks = tl.cdiv(K, BLOCK_K), tl.cdiv(S, BLOCK_S)
+    number = tl.program_id(0) // pieces
+    block = number % groups * tl.cdiv(blocks, groups) + number // groups
+    words = (block * (BLOCK_S // 4) + tl.arange(0, BLOCK_S // 4)).to(tl.int64)
     columns = tl.program_id(0) % pieces * BLOCK_K + tl.arange(0, BLOCK_K)
     word_mask = words < S // 4
     mask = word_mask[:, None] & (columns < K)[None, :]
