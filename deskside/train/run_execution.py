@@ -78,9 +78,11 @@ class RunExecution:
         resumed: bool,
         callback: Callback,
         began: float | None = None,
+        keep_model: bool = True,
     ):
         self.run, self.config, self.world, self.objective = run, config, world, objective
         self.initial, self.resumed, self.callback = initial, resumed, callback
+        self.keep_model = keep_model
         self.log = RunLog(run, world.is_rank_zero)
         self.recorded: dict[str, Any] = {}  # plan.json of a resumed run
         self.watch = OverfittingWatch()
@@ -169,7 +171,7 @@ class RunExecution:
         self.context.precision.set_active(False)
         self.evaluator.blend()
         # A run that was stopped after its last step already has the checkpoint of this step.
-        if trainer.progress.step != restored_step:
+        if self.keep_model and trainer.progress.step != restored_step:
             checkpointer.save_now(trainer.progress, self.clock.seconds())
         self.best_step = self.end_with_best(checkpointer)
         with self.evaluator.averaged():
@@ -284,8 +286,8 @@ class RunExecution:
         if self.clock.kind != "wall":
             return 0.0
         samples, callback = self.objective.sampling_seconds(), self.callback.reserve(self.wall_limit())
-        # The last checkpoint, the export, and a checkpoint that is still being written after the last step.
-        saves = 2 if self.config.checkpoint.background is False else 3
+        # A checkpoint that is still being written after the last step, the last checkpoint, and the export.
+        saves = int(self.config.checkpoint.background is not False) + 2 * self.keep_model
         best = self.evaluator.during_seconds if self.config.checkpoint.keep_best else 0.0
         evaluations = self.evaluator.final()[0] + self.evaluator.blend_seconds() + best
         return evaluations + saves * self.save_seconds + samples + callback
@@ -416,7 +418,8 @@ class RunExecution:
             **({"average": average.summary()} if (average := self.context.average) else {}),
             "samples": self.objective.samples(self.session, model),
         }
-        self.log.event(finalize.export(self.run, model))
+        if self.keep_model:
+            self.log.event(finalize.export(self.run, model))
         summary |= self.callback.summary_entries(summary)
         self.run.write_json("summary.json", summary)
         self.log.event(f"finished: {evaluation.message}")

@@ -28,6 +28,7 @@ def start(
     watch: Callback | None = None,
     objective: Objective | None = None,
     began: float | None = None,
+    keep_model: bool = True,
 ) -> RunOutcome:
     """Start a new run, and train until it is finished or stopped.
 
@@ -39,6 +40,7 @@ def start(
         objective: The objective that `config.align` names; None is pretraining.
         began: Value of time.perf_counter() from which a limit in hours counts. None is the import of deskside, the
             start of a command; a notebook gives its own.
+        keep_model: Save the last step, and export the model. Otherwise the run ends with its summary.
     """
     check_start(config)
     objective = _check_objective(objective, config, "start it with this command")
@@ -70,7 +72,7 @@ def start(
             nodes.check_run_is_shared(world, run.path)
             with run.lock_for_training(world.is_rank_zero), nodes.explain_lost_process(run.path):
                 execution = RunExecution(
-                    run, config, world, objective, initial, False, watch or Callback(), began
+                    run, config, world, objective, initial, False, watch or Callback(), began, keep_model
                 )
                 return _execute(execution)
         except BaseException:
@@ -83,12 +85,16 @@ def start(
 
 
 def resume(
-    path: Path, watch: Callback | None = None, objective: Objective | None = None, began: float | None = None
+    path: Path,
+    watch: Callback | None = None,
+    objective: Objective | None = None,
+    began: float | None = None,
+    keep_model: bool = True,
 ) -> RunOutcome:
     """Resume a run from its newest valid checkpoint.
 
     A run that was stopped before its first checkpoint starts again with its initial weights. Raises UsageError if the
-    run is finished. watch, objective, began: as in `start`.
+    run is finished. watch, objective, began, keep_model: as in `start`.
     """
     run = RunDirectory.open(path)
     config = run.config()
@@ -108,7 +114,7 @@ def resume(
                 run.event("there is no checkpoint: starting from the beginning")
                 Terminal.say("there is no checkpoint: starting from the beginning")
             execution = RunExecution(
-                run, config, world, objective, initial, begun, watch or Callback(), began
+                run, config, world, objective, initial, begun, watch or Callback(), began, keep_model
             )
             return _execute(execution)
     finally:

@@ -195,7 +195,13 @@ class Runner:
                 shutil.rmtree(run, ignore_errors=True)
                 (run / "checkpoints").mkdir(parents=True)
             job = TrialJob(
-                self.target, str(run), config, self.plan.command, resume, self.plan.memory_fraction
+                self.target,
+                str(run),
+                config,
+                self.plan.command,
+                resume,
+                self.plan.memory_fraction,
+                self.keep_models,
             )
             process = self.executor.start(job, device, self.lock)
         except OSError as error:

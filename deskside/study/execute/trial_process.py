@@ -55,6 +55,7 @@ class TrialJob:
         command: Command line of the study, recorded in the run.
         resume: True to continue from the newest checkpoint.
         memory_fraction: Share of the GPU memory that the process may use.
+        keep_model: Whether the trained model is kept. Writing it takes seconds, as long as a tenth of a short trial.
     """
 
     target: str
@@ -63,6 +64,7 @@ class TrialJob:
     command: str
     resume: bool
     memory_fraction: float
+    keep_model: bool = False
 
 
 @dataclass(frozen=True)
@@ -232,9 +234,9 @@ def train(job: TrialJob) -> tuple[str, str]:
     if config.compute.device != "cpu" and torch.cuda.is_available():
         torch.cuda.set_per_process_memory_fraction(job.memory_fraction)
     if job.resume:
-        outcome = training_run.resume(run)
+        outcome = training_run.resume(run, keep_model=job.keep_model)
     else:
-        outcome = training_run.start(config, RunDirectory(run), job.command)
+        outcome = training_run.start(config, RunDirectory(run), job.command, keep_model=job.keep_model)
     if outcome.status != "finished":
         return STOPPED, f"stopped by {outcome.status}"
     return outcome_of_summary(outcome.summary)
