@@ -206,9 +206,8 @@ def expert_recipe(recipe: Recipe) -> Recipe:
 
     FP8 operands of experts are E4M3 in every FP8 recipe: no grouped product of torch takes E5M2, and an expert sees too
     few tokens of a step for a history of its magnitudes. The output and the input gradient have a scale per row, as in
-    torchao's training of experts. The weight gradient has one for all rows of an expert, so that its operands can be
-    made from those of the other products without another cast. NVFP4 operands are those of `recipe`. The name is that
-    of `recipe`, or fp8-rowwise.
+    torchao's training of experts. The weight gradient has one for all rows of an expert, found from theirs without
+    reading the values again. NVFP4 operands are those of `recipe`. The name is that of `recipe`, or fp8-rowwise.
     """
     row, of_expert = Operand("e4m3", "row"), Operand("e4m3", "tensor")
 

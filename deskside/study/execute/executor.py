@@ -10,7 +10,7 @@ from typing import Protocol
 
 from deskside.study.execute.attempt_lock import attempt_lock, is_idle
 from deskside.study.execute.devices import Device
-from deskside.study.execute.trial_process import TrialEnd, TrialJob, TrialProcess
+from deskside.study.execute.trial_process import TrialEnd, TrialJob, TrialProcess, WaitingProcess
 
 
 class RunningTrial(Protocol):
@@ -37,12 +37,19 @@ class Executor(Protocol):
     def start(self, job: TrialJob, device: Device, lock: int | None) -> RunningTrial:
         """Start a trial. lock: descriptor that `StudyFolder.lock` yields."""
 
+    def prepare(self, device: Device, lock: int | None) -> None:
+        """Take note that another trial will start on this device; do now what makes its start faster."""
+
+    def close(self) -> None:
+        """End what `prepare` started. Running trials are not concerned."""
+
 
 class LocalExecutor:
     """Runs trials as child processes. Earlier ones on this machine have ended when it starts (`StudyFolder.lock`)."""
 
     def __init__(self, devices: Sequence[Device]):
         self._devices = tuple(devices)
+        self._waiting: dict[str, WaitingProcess] = {}  # by the name of the device
 
     def devices(self) -> Sequence[Device]:
         return self._devices
@@ -53,4 +60,14 @@ class LocalExecutor:
                 pass
 
     def start(self, job: TrialJob, device: Device, lock: int | None) -> RunningTrial:
-        return TrialProcess(job, device.environment, lock)
+        return TrialProcess(job, device.environment, lock, self._waiting.pop(device.name, None))
+
+    def prepare(self, device: Device, lock: int | None) -> None:
+        # On a CPU, the imports would take time from the trial that trains.
+        if device.name.startswith("cuda") and device.name not in self._waiting:
+            self._waiting[device.name] = WaitingProcess(device.environment, lock)
+
+    def close(self) -> None:
+        for process in self._waiting.values():
+            process.close()
+        self._waiting.clear()

@@ -284,6 +284,12 @@ class RayExecutor:
         trial = self._trials[device.name] = RayTrial(job, device, self._options[device.name], self._head)
         return trial
 
+    def prepare(self, device: Device, lock: int | None) -> None:
+        pass  # an actor starts with its trial
+
+    def close(self) -> None:
+        pass
+
     def _leave(self) -> None:
         """End the process of a study whose head died, before Ray tries to disconnect from the head.
 

@@ -157,6 +157,8 @@ class Runner:
                             continue
                         if (taken := queue.take()) is not None:
                             running[device.name] = self.start_trial(*taken, device)
+                            if not queue.is_over():
+                                self.executor.prepare(device, self.lock)
                             self.write_results()
                     for device_name, trial in list(running.items()):
                         end = trial.process.poll() or self.kill_if_hung(trial, device_name)
@@ -182,6 +184,7 @@ class Runner:
                 trial.process.kill()
             raise
         finally:
+            self.executor.close()
             self.stop_all(running)
 
     def start_trial(self, arm: PlannedArm, seed: int, device: Device) -> _RunningTrial:

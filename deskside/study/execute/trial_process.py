@@ -6,6 +6,9 @@ it ended in trial.json in its run directory, so that the outcome is known even i
 
 Each trial's process leads a separate session. So Ctrl-C in the terminal reaches only the study, which then asks its
 trials to stop, and a trial can be killed together with its child processes (compile workers).
+
+Imports take several seconds, much of a short trial. Therefore the process of the next trial can be started while
+another trial trains; it imports what it needs and waits for its job (`WaitingProcess`).
 """
 
 import contextlib
@@ -21,8 +24,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import deskside
 from deskside.run.record import number
 from deskside.study.results import Status
 from deskside.train.preflight import set_cublas_workspace
@@ -39,6 +43,8 @@ LOST = "lost"  # the machine that it ran on has died
 # 1 for every other status; 74 is EX_IOERR of sysexits.h.
 EXIT_CODES = {"finished": 0, STOPPED: 0, DISK_FULL: 74}
 SAVE_TIMEOUT = 600.0  # seconds for a trial to save after its study has ended
+WAIT = "--wait"  # argument of a process that imports IMPORTS before it reads its job
+IMPORTS = "deskside.train.training_run"
 DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
 # Messages of libraries that report a full disk without an errno.
 DISK_FULL_MESSAGES = ("no space left on device", "disk is full", "disk quota exceeded", "os error 28")
@@ -82,34 +88,60 @@ class TrialEnd:
     seconds: float
 
 
+class WaitingProcess:
+    """A trial's process without a job. Arguments: as of `TrialProcess`. It ends when the study does."""
+
+    def __init__(self, environment: Mapping[str, str], lock: int | None = None):
+        self._process: subprocess.Popen[bytes] | None = _start(environment, lock, subprocess.DEVNULL, WAIT)
+
+    def take(self, job: TrialJob) -> "subprocess.Popen[bytes] | None":
+        """Give the job to the process and return it, or None if it has ended."""
+        process, self._process = self._process, None
+        if process is None or process.poll() is not None:
+            return None
+        try:
+            _send(process, job)
+        except BrokenPipeError:
+            process.wait()
+            return None
+        return process
+
+    def close(self) -> None:
+        """End the process if it has no job."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+
 class TrialProcess:
     """A trial's process as seen by the study.
 
     Args:
         environment: Additional environment variables.
         lock: Descriptor of a locked file. The trial's process inherits it, so the file stays locked until both end.
+        waiting: The process to use, if it has not ended. It was started with the same environment and lock.
     """
 
-    def __init__(self, job: TrialJob, environment: Mapping[str, str], lock: int | None = None):
+    def __init__(
+        self,
+        job: TrialJob,
+        environment: Mapping[str, str],
+        lock: int | None = None,
+        waiting: WaitingProcess | None = None,
+    ):
         self.job, self.folder = job, Path(job.run)
         self._stop_requested = False
         self._started = time.monotonic()
         self._progress = Progress(self.folder)
         (self.folder / OUTCOME_FILE).unlink(missing_ok=True)
-        with (self.folder / LOG_FILE).open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "deskside.study.execute.trial_process"],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env={**os.environ, **environment},
-                pass_fds=() if lock is None else (lock,),
-            )
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the process has ended already; `poll` returns how
-            self._process.stdin.write(json.dumps(asdict(job)).encode() + b"\n")
-            self._process.stdin.flush()
+        process = None if waiting is None else waiting.take(job)
+        if process is None:
+            with (self.folder / LOG_FILE).open("ab") as log:
+                process = _start(environment, lock, log)
+            with contextlib.suppress(BrokenPipeError):  # the process has ended already; `poll` returns how
+                _send(process, job)
+        self._process = process
 
     @property
     def pid(self) -> int:
@@ -160,6 +192,27 @@ class TrialProcess:
         if self._process.stdin is not None:
             with contextlib.suppress(BrokenPipeError):
                 self._process.stdin.close()
+
+
+def _start(
+    environment: Mapping[str, str], lock: int | None, log: "IO[bytes] | int", *arguments: str
+) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "deskside.study.execute.trial_process", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+        env={**os.environ, **environment},
+        pass_fds=() if lock is None else (lock,),
+    )
+
+
+def _send(process: "subprocess.Popen[bytes]", job: TrialJob) -> None:
+    """Write the job to a process. Raises BrokenPipeError if it has ended."""
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(asdict(job)).encode() + b"\n")
+    process.stdin.flush()
 
 
 class Progress:
@@ -224,7 +277,7 @@ def train(job: TrialJob) -> tuple[str, str]:
     from deskside.config.run import RunConfig
 
     config, run = RunConfig.model_validate(job.config), Path(job.run)
-    set_cublas_workspace(config)  # before torch is imported
+    set_cublas_workspace(config)
 
     import torch
 
@@ -281,7 +334,15 @@ def _stop_with_study() -> None:
 
 def main() -> int:
     """Run the trial that standard input describes. Returns the exit code."""
+    waits = sys.argv[1:] == [WAIT]
+    if waits:
+        import_module(IMPORTS)
     job = _read_job()
+    if waits:
+        deskside.STARTED = time.perf_counter()
+        with (Path(job.run) / LOG_FILE).open("ab") as log:
+            os.dup2(log.fileno(), sys.stdout.fileno())
+            os.dup2(log.fileno(), sys.stderr.fileno())
     threading.Thread(target=_stop_with_study, daemon=True).start()
     module, function = job.target.split(":")
     try:

@@ -92,6 +92,12 @@ class MadeExecutor:
             file.write(json.dumps(job.config) + "\n")
         return MadeTrial(job, hang=len(self.file.read_text().splitlines()) >= self.hang_at)
 
+    def prepare(self, device: Device, lock: int | None) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
 
 def starts(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / STARTS).read_text().splitlines()]
