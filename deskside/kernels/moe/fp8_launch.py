@@ -13,7 +13,7 @@ AMAX_TILE: Tile = (128, 64, 4)
 CAST_TILE: Tile = (256, 64, 8)
 TRANSPOSED_TILE: Tile = (128, 128, 8)
 SCALED_ROWS = 8192  # of an expert that are reduced at a time, by 32 warps
-PADDED_ROWS = 64  # that a program searches for padding
+PADDED_ROWS = 32  # that a program searches for padding, a power of two
 SMALLEST_BLOCK = 512  # columns of a row: each of 128 threads converts four values at a time
 COLUMNS_PER_WARP = 512  # of the gate's rows
 
@@ -31,19 +31,9 @@ def dispatch_fp8(x_NK: Tensor, slots_Nk: Tensor, tokens_S: Tensor) -> tuple[Tens
     (N, K), S = x_NK.shape, len(tokens_S)
     out, inverse = _e4m3(S, K, device=x_NK.device), _float32(S, device=x_NK.device)
     triton_fp8.dispatch_fp8[(N + ceil_div(S, PADDED_ROWS),)](
-        x_NK,
-        slots_Nk,
-        tokens_S,
-        out,
-        inverse,
-        N,
-        S,
-        K,
-        slots_Nk.shape[1],
-        _row_block(K),
-        PADDED_ROWS,
+        x_NK, slots_Nk, tokens_S, out, inverse, N, S, K, slots_Nk.shape[1], _row_block(K), PADDED_ROWS,
         num_warps=4,
-    )
+    )  # fmt: skip
     return out, inverse
 
 

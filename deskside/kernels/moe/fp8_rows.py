@@ -3,9 +3,9 @@ the kernels.
 
 A scale must be constant along the dimension that a product sums over. The output and the input gradient sum over the
 columns of the sorted rows, so each row has a scale. The weight gradient sums over the rows of an expert, so these have
-one scale, and are stored transposed. The output sums over the columns of an expert's weight too, the
-input gradient over its rows, so the form for the input gradient has a scale for each pair of expert and column. It is
-stored transposed, because tensor cores need a contiguous summed dimension.
+one scale. The output sums over the columns of an expert's weight too, the input gradient over its rows, so the form for
+the input gradient has a scale for each pair of expert and column. What is summed over rows is stored transposed,
+because tensor cores need a contiguous summed dimension.
 
 Scales are powers of two, as in torchao's training of experts: dequantized values are then exact in bfloat16, and an
 ordinary grouped product in bfloat16 emulates the FP8 product, up to the order of its sums.
