@@ -347,8 +347,6 @@ class Engine:
         packed = step(prompts) if graphs is None else graphs.run(("prefill", tokens, options), prompts, step)
         if recorder is not None:
             score_parts(self._models[0].model, recorder.hidden_ND, parts)
-        for row in rows:
-            self._rows.register_pages(row, row.keys, row.prefilled // self.page_size)
         complete = [row if row.prefill_done else None for row in rows]
         self._pending.append(PendingBatch.queue(complete, packed, options))
         return sum(count for _, count in parts)

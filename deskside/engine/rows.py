@@ -66,7 +66,7 @@ class Rows:
         """Give slots and pages to waiting rows in order, while there are any. Return these rows."""
         if not (self.waiting and self._free_slots):
             return []
-        prefilling = [row for row in self.running if not row.prefill_done]
+        unshared = [row for row in self.running if row.registered < len(row.keys)]
         # Keys of the pages that are being prefilled, by their place in the row.
         computing: dict[int, set[Key]] = {}
         admitted: list[RowState] = []
@@ -78,7 +78,7 @@ class Rows:
             usable = (length - 1) // self._page_size if row.scores is None else 0
             cached = self.pages.num_cached(islice(row.keys, usable))
             if cached not in computing:
-                computing[cached] = {key for other in prefilling for key in _unregistered(other, cached)}
+                computing[cached] = {key for other in unshared for key in _unregistered(other, cached)}
             if cached < usable and row.keys[cached] in computing[cached]:
                 continue  # waits for the row that computes this page
             shared = [row.keys[index] for index in range(cached)]
@@ -94,7 +94,7 @@ class Rows:
             self.counts.cached_tokens += row.cached
             for place, keys in computing.items():
                 keys.update(_unregistered(row, place))
-            prefilling.append(row)
+            unshared.append(row)
             admitted.append(row)
         return admitted
 
@@ -103,8 +103,11 @@ class Rows:
         token = output.token
         request = row.request
         matcher = row.matcher
-        if matcher is not None and token != NOT_FINITE:
-            matcher.consume_token(token)
+        if token != NOT_FINITE:
+            # Not earlier: a NaN makes all tokens of its prompt's pass NaN, as NaN times a weight of zero is NaN.
+            self.register_pages(row, row.keys, len(row.keys))
+            if matcher is not None:
+                matcher.consume_token(token)
         if matcher is not None and matcher.is_error():
             error = shown_error(matcher.get_error())
             return self._refuse(row, f"grammar: the answer cannot follow it to the end: {error}; simplify it")

@@ -66,6 +66,22 @@ def test_output_that_is_not_finite_fails_its_sample_alone(
     assert engine.idle and engine.free_tokens == free
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_pages_of_a_prompt_that_fails_are_not_shared(ahead: bool, steps: int) -> None:
+    """NaN of a later token reaches earlier ones in the same pass, because NaN times a weight of zero is NaN."""
+    model, prefix = poisoned(), [5, 17, 3, 8, 9, 1, 2, 3]
+    engine = Engine(model, max_batch=4, max_tokens=160, page_size=4, prefill_tokens=64)
+    engine._run_ahead = ahead
+    wrong = [engine.submit(Request((*prefix, POISON, 7), 6))]
+    events = [event for _ in range(steps) for event in engine.step()]
+    right = engine.submit(Request((*prefix, 9, 2), 6))
+    wrong.append(engine.submit(Request((*prefix, POISON, 7, 4), 6)))
+    found = answers(events + all_events(engine))
+    assert [found[number].reason for number in wrong] == ["failed", "failed"]
+    assert found[right].tokens == plain(model, [*prefix, 9, 2], 6)
+
+
 def test_callers_that_want_answers_hear_of_it() -> None:
     with pytest.raises(RunError, match="not finite"):
         Engine(poisoned()).run([Request((POISON,), 3)])
