@@ -122,9 +122,8 @@ def measure_backends(product: Product, ends: Tensor) -> dict[str, dict[str, floa
 
 def measure_fp8(tokens: int, experts: int, k: int, hidden: int, width: int) -> dict[str, Any]:
     """Return seconds, GB/s and TFLOP/s of the casts to FP8 and of the FP8 products of gate and up, where native."""
-    device = torch.device(DEVICE)
-    caps = hardware_caps(device, mxfp8=False)
-    layer = Experts(experts, hidden, width, ACTIVATION, gated=True).to(device)
+    caps = hardware_caps(DEVICE, mxfp8=False)
+    layer = Experts(experts, hidden, width, ACTIVATION, gated=True).to(DEVICE)
     torch.nn.init.normal_(layer.gate_up_weight)
     plan = ExpertLinear(
         layer,
@@ -133,10 +132,10 @@ def measure_fp8(tokens: int, experts: int, k: int, hidden: int, width: int) -> d
         Shared(Draws(0), DelayedScales(1), native=True, cache=True, caps=caps),
         0,
     )
-    x = torch.randn(tokens, hidden, device=device).bfloat16()
-    routing = moe.route(torch.randn(tokens, experts, device=device).bfloat16(), k, True, plan.align)
+    x = torch.randn(tokens, hidden, device=DEVICE).bfloat16()
+    routing = moe.route(torch.randn(tokens, experts, device=DEVICE).bfloat16(), k, True, plan.align)
     ends, rows = routing.ends_E, len(routing.tokens_S)
-    g, out = (torch.randn(rows, n * width, device=device).bfloat16() for n in (2, 1))
+    g, out = (torch.randn(rows, n * width, device=DEVICE).bfloat16() for n in (2, 1))
     weight, forms = layer.gate_up_weight.detach(), plan.weight(torch.bfloat16)
     choices = routing.slots_Nk, routing.tokens_S
     x_cast, g_cast = moe.dispatch_fp8(x, *choices), moe.cast_rows(g)
@@ -144,13 +143,10 @@ def measure_fp8(tokens: int, experts: int, k: int, hidden: int, width: int) -> d
     x_columns, g_columns = (
         QuantizedOperand(*moe.transpose_rows(*cast, ends), transposed=True) for cast in (x_cast, g_cast)
     )
-    gate = routing.weights_S, ACTIVATION, True
+    gate, dispatched = (routing.weights_S, ACTIVATION, True), (2 * tokens + rows) * hidden
     casts: dict[str, tuple[int, Callable[[], object]]] = {
-        "dispatch": (2 * tokens * hidden + rows * hidden, lambda: moe.dispatch_fp8(x, *choices)),
-        "dispatch columns": (
-            3 * rows * hidden,
-            lambda: moe.dispatch_columns(x, routing.tokens_S, x_cast[1], ends),
-        ),
+        "dispatch": (dispatched, lambda: moe.dispatch_fp8(x, *choices)),
+        "dispatch columns": (dispatched, lambda: moe.dispatch_columns(x, routing.tokens_S, x_cast[1], ends)),
         "transpose gradients": (4 * rows * width, lambda: moe.transpose_rows(*g_cast, ends)),
         "gate": (5 * rows * width, lambda: moe.weighted_gated_fp8(g, *gate)),
         "gate backward": (9 * rows * width, lambda: moe.weighted_gated_backward_fp8(out, g, *gate)),

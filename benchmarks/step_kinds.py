@@ -96,7 +96,7 @@ RULES = (
     _rule(
         "quantisation",
         "name",
-        r"quant|amax|fp8|e4m3|e5m2|float8|fp4|hadamard|^(turn|transpose|transpose_rows|scale_of_experts)$|^cast_(both|rows|columns)$",
+        r"quant|amax|fp8|e4m3|e5m2|float8|fp4|hadamard|^(turn|transpose(_rows)?|scale_of_experts)$|^cast_(both|rows|columns)$",
     ),
     _rule("quantisation", "name", rf"^aten::({_ATEN_ROUNDING})_?$"),
     _rule("embedding", "inside", r"embedding|index_?select|vectorized_gather"),

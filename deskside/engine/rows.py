@@ -103,11 +103,11 @@ class Rows:
         token = output.token
         request = row.request
         matcher = row.matcher
-        if token != NOT_FINITE:
+        if token != NOT_FINITE and not row.tokens:
             # Not earlier: a NaN makes all tokens of its prompt's pass NaN, as NaN times a weight of zero is NaN.
             self.register_pages(row, row.keys, len(row.keys))
-            if matcher is not None:
-                matcher.consume_token(token)
+        if matcher is not None and token != NOT_FINITE:
+            matcher.consume_token(token)
         if matcher is not None and matcher.is_error():
             error = shown_error(matcher.get_error())
             return self._refuse(row, f"grammar: the answer cannot follow it to the end: {error}; simplify it")

@@ -1,8 +1,8 @@
 """Sorted rows in FP8, cast by the kernels that gather them or compute them from the gate.
 
 A kernel that computes rows casts them, so that they never exist in BF16. The weight gradient reads the same values,
-transposed (`fp8_rows.transpose_rows`). In other formats, the rows come in BF16, and `quantize_rows_of_experts`
-quantizes them.
+transposed (`fp8_rows.transpose_rows`), except that the inputs of the first product, which are not kept, are cast again
+(`fp8_rows.dispatch_columns`). In other formats, the rows come in BF16, and `quantize_rows_of_experts` quantizes them.
 
 Suffixes: see `sorted_operand`; F intermediate size.
 """

@@ -234,10 +234,11 @@ def scale_of_experts(  # type: ignore[no-untyped-def]
     scale = tl.maximum((254 << 23) - bits, 0).to(tl.float32, bitcast=True)
     for first in range(start, end, BLOCK_S):
         mask = first + rows < end
-        factor = tl.full((BLOCK_S,), 1.0, tl.float32) * scale
         if IS_CAST:
-            factor = tl.load(INVERSE + first + rows, mask=mask, other=0.0) / inverse_of_expert
-        tl.store(FACTOR + first + rows, factor, mask=mask)
+            inverse = tl.load(INVERSE + first + rows, mask=mask, other=0.0)
+            tl.store(FACTOR + first + rows, inverse / inverse_of_expert, mask=mask)
+        else:
+            tl.store(FACTOR + first + rows, scale, mask=mask)
 
 
 @triton.jit
