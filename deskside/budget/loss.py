@@ -16,7 +16,8 @@ Everything is in bits per byte of text, so that tokenizers do not matter. The la
   They found R_D = 15.4 and R_N = 5.3. Our seven runs (43M and 99M params, 1.2 to 6.5 epochs of 70M tokens, Muon) do
   not agree: from 4.9 to 6.5 epochs the smaller model gained nothing. R_D = 1.3 and R_N = 40 predict all seven runs
   within 0.3 %; the published values are off by up to 4 % and favor models that are too small. The law uses our values,
-  and its range includes the prediction of the published ones. More than 6.5 epochs were not measured.
+  and its range includes the prediction of the published ones. Seven later runs (40M to 99M params, 1.3 to 2.4 epochs)
+  are within 0.7 %. More than 6.5 epochs were not measured.
   Muennighoff et al. find that more than about 40 epochs are worth nothing (their figure 1; by their values, 40 are
   worth 92 % of infinitely many, by ours all of it). So a plan proposes at most `USEFUL_EPOCHS`.
 - overfitting: with these terms alone, the loss never rises. Lovelace et al. 2026 (arXiv 2605.01640) add a penalty with
