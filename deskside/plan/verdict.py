@@ -264,7 +264,9 @@ def _better_smaller_model(request: PlanRequest, chosen: Candidate) -> Candidate 
     """Return the best smaller model in the same budget, trained in the same way, if its loss is clearly lower."""
     if request.budget.kind not in ("hours", "flops"):
         return None
-    optim = {"name": chosen.setting.optimizer} | optim_options(chosen.setting, chosen.shape.config)
+    config = chosen.shape.config
+    optim = {"name": chosen.setting.optimizer, "grad_clip": config.optim.grad_clip}
+    optim |= optim_options(chosen.setting, config)
     without_model = replace(request, given=None, sequence_length=request.sequence)
     candidates = search(without_model.with_options({"optim": optim}), staged=len(chosen.setting.stages) > 1)
     smaller = [c for c in candidates if c.estimate.fits == "fits" and c.weights < chosen.weights]

@@ -204,6 +204,17 @@ def test_a_size_is_compared_with_what_is_trained_alike() -> None:
         assert not any("trained in the same way" in reason for reason in plan.reason_texts())
 
 
+@pytest.mark.parametrize("states", ["float32", "8bit"])
+@pytest.mark.parametrize("gradients", ["device", "host", "released"])
+@pytest.mark.parametrize("optimizer", ["muon", "adamw"])
+def test_every_place_of_the_gradients_can_be_compared(optimizer: str, gradients: str, states: str) -> None:
+    """A smaller model that is trained alike clips like it: released gradients cannot be clipped."""
+    clip = 0.0 if gradients == "released" else 1.0
+    optim = {"name": optimizer, "gradients": gradients, "grad_clip": clip, "states": states}
+    plan = make_plan(made.request(given=made.given("124m", optim=optim, batch={"tokens": 16384})))
+    assert plan.best is not None and plan.best.candidate.setting.gradients == gradients
+
+
 def test_too_little_time_and_a_loss_out_of_reach_are_a_no() -> None:
     short = make_plan(made.request(value=0.005, given=made.given("124m")))
     assert short.verdict == "no" and "time is too short" in short.reason_texts()[0]
