@@ -107,7 +107,8 @@ class Pipeline:
             raise out_of_time(self.state)
         self._prepare_data()
         seconds = self.state.seconds_left() - self.state.seconds_reserved()
-        result, plan = phases.plan(self.request(), seconds)
+        native_recipes = self.state.result("doctor").get("native_recipes", [])
+        result, plan = phases.plan(self.request(), seconds, native_recipes)
         for line in phases.plan_lines(result):
             self.say(line)
         if plan is not None:

@@ -13,7 +13,7 @@ from importlib import util
 from pathlib import Path
 from typing import Any
 
-from deskside.config.recipes import RECIPES, default_precision
+from deskside.config.recipes import ALIASES, RECIPES, default_precision
 from deskside.utils import child_process
 from deskside.utils.format import elapsed
 from deskside.utils.machine import package_version
@@ -120,8 +120,16 @@ def essential_checks(facts: Mapping[str, Any]) -> list[Check]:
     return [check for check in checks if check.id in ESSENTIAL_ON_CPU]
 
 
+def _has_fp8(gpu: Mapping[str, Any]) -> bool:
+    """Return True if the tensor cores of a GPU compute in FP8: compute capability 8.9 and newer."""
+    return tuple(map(int, gpu["compute_capability"].split("."))) >= (8, 9)
+
+
 def all_checks(facts: Mapping[str, Any], quick: bool) -> list[Check]:
-    """Return the checks for this machine; `quick`: only plain matmuls, memory, attention and eager steps."""
+    """Return the checks for this machine.
+
+    quick: only plain matmuls, memory, attention and eager steps, and on a GPU with FP8 the recipe of `deskside go`.
+    """
     cuda = facts["device"] == "cuda"
     device = "cuda:0" if cuda else "cpu"  # with an index, which some torch functions require
     checks: list[Check] = []
@@ -187,6 +195,9 @@ def all_checks(facts: Mapping[str, Any], quick: bool) -> list[Check]:
             f"step_{name}", "training", f"{name.upper()} step", f"{TRAINING}:step", {"precision": name}, child
         )
     if quick:
+        if cuda and _has_fp8(facts["gpus"][0]):
+            name = ALIASES["fp8"]
+            add(f"recipe_{name}", "precision", name, f"{GEMM}:recipe", {"name": name}, cheap)
         return checks
     # The execution modes that are faster than eager.
     precision = default_precision(not cuda)

@@ -256,9 +256,9 @@ def test_a_wait_for_the_answer_does_not_count(
     planned: list[float] = []
     original, clock = phases.plan, virtual(monkeypatch)
 
-    def plan(request: phases.PipelineRequest, available: float) -> Any:
+    def plan(request: phases.PipelineRequest, available: float, native_recipes: list[str]) -> Any:
         planned.append(available)
-        return original(request, available)
+        return original(request, available, native_recipes)
 
     def answer() -> str:
         clock.now += seconds
@@ -606,8 +606,10 @@ def two_bands(patch: pytest.MonkeyPatch) -> None:
     """Replace the plan by one whose speed is far too high, with a band that is better at the real speed."""
     original = phases.plan
 
-    def wrong(request: phases.PipelineRequest, seconds: float) -> tuple[dict[str, Any], None]:
-        found, _ = original(request, seconds)
+    def wrong(
+        request: phases.PipelineRequest, seconds: float, native_recipes: list[str]
+    ) -> tuple[dict[str, Any], None]:
+        found, _ = original(request, seconds, native_recipes)
         band = {
             "name": "target", "preset": "tiny", "params": 40000, "weights": 30000.0, "tokens": [1e9, 1e9, 1e9],
             "tokens_per_second": [1e8, 1e8, 1e8], "bpb": [1.0, 2.0, 9.0], "fits": "fits",

@@ -133,6 +133,7 @@ def test_installed_is_found_without_an_import(tmp_path: Path, monkeypatch: pytes
 FACTS: dict[str, Any] = {
     "device": "cuda",
     "cxx_compiler": None,
+    "gpus": [{"compute_capability": "9.0"}],
     "attention_backends": [
         {"name": "cudnn", "full": None, "window": "has no sliding window"},
         {"name": "flex", "full": None, "window": None},
@@ -154,7 +155,11 @@ def test_listing_covers_what_the_issue_asks_for() -> None:
     assert {id for id in ids if id.startswith("recipe_")} == quantized
     quick = check_list.all_checks(FACTS, quick=True)
     assert {c.child for c in quick} == {"quick"}, "a quick look takes one child"
-    assert {"bf16", "attention", "step_fp32", "step_bf16"} <= {c.id for c in quick}
+    assert {"bf16", "attention", "step_fp32", "step_bf16", "recipe_fp8-delayed"} <= {c.id for c in quick}
+    ampere = check_list.all_checks({**FACTS, "gpus": [{"compute_capability": "8.6"}]}, quick=True)
+    assert {c.id for c in quick} - {c.id for c in ampere} == {"recipe_fp8-delayed"}, (
+        "emulated, so never faster"
+    )
     if FACTS["device"] == "cuda":
         assert check_list.essential_checks(FACTS) == quick
     least = check_list.essential_checks({**FACTS, "device": "cpu"})

@@ -83,7 +83,10 @@ def make_request(data: Path | None, tmp_path: Path, **changes: Any) -> PipelineR
 
 def diagnosis(trains: bool) -> dict[str, Any]:
     fix = [{"severity": "slows", "problem": "the disk is full", "remedy": "free some"}]
-    checks = [{"verdict": "works"}, {"verdict": "wrong numbers"}]
+    checks = [
+        {"group": "precision", "name": "fp8-delayed", "verdict": "works", "details": {"native": True}},
+        {"group": "precision", "name": "fp8-rowwise", "verdict": "wrong numbers", "details": {}},
+    ]
     return {
         "trains": trains,
         "why": "" if trains else "no sums",
@@ -100,6 +103,7 @@ def test_doctor(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert result["status"] == ("fit" if trains else "unfit")
     told = "1 of 2 checks passed; fix first: the disk is full (free some)"
     assert result["reason"] == (told if trains else "no sums")
+    assert result["native_recipes"] == ["fp8-delayed"]
 
 
 def test_doctor_is_skipped_in_short_hours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,6 +239,32 @@ def test_a_length_is_planned_within_the_hours(length: str, card: Machine, data: 
     assert result["bpb"][1] > full["bpb"][1]
     with pytest.raises(RunError, match=f"{length} takes about .* but only 60 s"):
         phases.plan(request, 60.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "native", "precision"),
+    [
+        ({"preset": "124m"}, ["fp8-delayed"], "fp8"),
+        ({"preset": "124m", "length": "100M tokens"}, ["fp8-delayed"], "fp8"),
+        ({"preset": "124m"}, [], "auto"),  # the doctor found it wrong, or did not look
+        ({"preset": "124m"}, ["fp8-rowwise"], "auto"),
+        ({"preset": "124m", "given": {"precision": {"name": "bf16"}}}, ["fp8-delayed"], "bf16"),
+        ({"preset": "124m", "own_corpus": True}, ["fp8-delayed"], "auto"),
+        ({}, ["fp8-delayed"], "auto"),  # the plan's model for this vocabulary is too narrow to gain from FP8
+    ],
+)
+def test_fp8_is_used_where_the_doctor_found_it_right(
+    changes: dict[str, Any], native: list[str], precision: str, card: Machine, data: Path, tmp_path: Path
+) -> None:
+    request = make_request(data, tmp_path, **changes)
+    result, plan = phases.plan(request, 6900.0, native)
+    assert merge.build([result["config"]]).precision.name == precision
+    assert plan is not None and (plan.best is not None) == (result["status"] == "made")
+    told = [reason for reason in result["reasons"] if reason.startswith("trains in FP8: ")]
+    assert len(told) == (precision == "fp8")
+    if precision == "fp8":
+        in_bf16, _ = phases.plan(request, 6900.0)
+        assert result["tokens_per_second"][1] > 1.02 * in_bf16["tokens_per_second"][1]
 
 
 def test_less_memory_than_the_card_has(card: Machine, data: Path, tmp_path: Path) -> None:
