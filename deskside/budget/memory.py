@@ -61,6 +61,7 @@ from deskside.budget.separate_gradients import (
     STACK_WEIGHTS,
     gradients_in_backward,
     gradients_in_update,
+    has_float32_directions,
     has_side_stream,
     muon_bytes,
     update_in_backward,
@@ -382,7 +383,7 @@ def _muon_stack_bytes(sizes: Sizes) -> float:
     spec = sizes.spec
     if spec.optimizer != "muon" or spec.gradients == "released":
         return 0.0
-    if spec.gradients == "host" or (spec.offload_optimizer and spec.weights != "float32"):
+    if spec.gradients == "host" or (has_float32_directions(spec) and spec.weights != "float32"):
         return muon_bytes(sizes)
     shape = sizes.shape
     mlp_width = shape.num_experts * shape.moe_intermediate_size or shape.intermediate_size

@@ -7,8 +7,7 @@ Of the gradients of matrices and tables, these exist on the GPU at the same time
 - the buffers through which sums travel between host and GPU, if gradients are in host memory;
 - during the update from host memory, the gradient that is used and the next one.
 
-Muon updates the matrices of one weight at a time. If it streams its momentum, the direction of this weight is in
-float32. A test compares WAITING with the constant of the optimizer.
+Muon updates the matrices of one weight at a time. A test compares WAITING with the constant of the optimizer.
 """
 
 from deskside.budget.sizes import Sizes
@@ -25,6 +24,11 @@ STACK_WEIGHTS = 2**26  # weights that Muon updates at a time, unless a matrix, o
 def has_side_stream(spec: StepSpec) -> bool:
     """Return True if gradients are handled during the backward."""
     return spec.gradients == "host" or (spec.gradients == "released" and spec.offload_optimizer)
+
+
+def has_float32_directions(spec: StepSpec) -> bool:
+    """Return True if Muon's directions are in float32: of streamed momentum, unless it has 8 bits."""
+    return spec.offload_optimizer and spec.states not in ("8bit", "4bit")
 
 
 def gradients_in_backward(s: Sizes) -> float:
@@ -56,7 +60,7 @@ def update_in_backward(s: Sizes) -> float:
 def muon_bytes(s: Sizes) -> float:
     """Return the bytes that Muon's work on one weight takes, if it updates one weight at a time."""
     tensor = largest_tensor(s)
-    direction = 4 * tensor if s.spec.offload_optimizer else 0.0
+    direction = 4 * tensor if has_float32_directions(s.spec) else 0.0
     stack = _first(s)
     if stack > STACK_WEIGHTS and s.shape.gated_mlp:  # then gate and up have a stack each
         stack /= 2

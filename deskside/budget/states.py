@@ -3,8 +3,8 @@
     bytes per weight     AdamW, two moments    Muon, one momentum
     float32                      8                     4
     bfloat16                     4                     2
-    8bit                   2 + 8/256                   2 (bfloat16)
-    4bit                   1 + 8/128                   2 (bfloat16)
+    8bit                   2 + 8/256               1 + 4/256
+    4bit                   1 + 8/128               1 + 4/256 (8 bits)
 
 Vectors (norms, biases) keep float32 state on the GPU; `optim/adamw.py` explains why. BUFFERS and PIECE repeat the
 constants of `optim/offload.py`; a test compares them.
@@ -25,7 +25,12 @@ ADAMW_STATE_BYTES: dict[StateFormat, float] = {
     "8bit": 2 + 8 / 256,
     "4bit": 1 + 8 / 128,
 }
-MUON_STATE_BYTES: dict[StateFormat, float] = {"float32": 4, "bfloat16": 2, "8bit": 2, "4bit": 2}
+MUON_STATE_BYTES: dict[StateFormat, float] = {
+    "float32": 4,
+    "bfloat16": 2,
+    "8bit": 1 + 4 / 256,
+    "4bit": 1 + 4 / 256,
+}
 EMA_BYTES = 4  # per trained weight: the moving average of EMA-Nesterov is in float32, on the GPU
 AVERAGE_BYTES = 4  # per trained weight: the average of the weights is in float32
 MASTER_BYTES = 4  # more per weight with float32 copies of weights in bfloat16, for AdamW

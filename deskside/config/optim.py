@@ -141,7 +141,7 @@ class AdamWConfig(Part):
 class MuonConfig(Part):
     """Muon for block matrices (Jordan et al. 2024, kellerjordan.github.io), AdamW for everything else.
 
-    Muon's momentum is stored in float32 if `states` is float32, else in bfloat16.
+    Muon's momentum is stored in float32, bfloat16 or 8 bits, as `states` says; in 8 bits if it is 4bit.
     """
 
     name: Literal["muon"] = Field("muon", description="which optimizer: adamw or muon")
@@ -220,6 +220,11 @@ class MuonConfig(Part):
     gradients: Gradients = "device"
 
     @property
+    def momentum_in_8_bits(self) -> bool:
+        """True if Muon's momentum has 8 bits."""
+        return self.states in ("8bit", "4bit")
+
+    @property
     def uses_row_sums(self) -> bool:
         """True if an update depends on the length of the weights."""
         return self.row_floor > 0 or self.radial_brake is not None
@@ -230,8 +235,8 @@ class MuonConfig(Part):
         largest = max(self.momentum, self.momentum_start, self.momentum_end or 0.0)
         if self.states != "float32" and largest > LARGEST_BFLOAT16_BETA:
             raise ValueError(
-                f"momentum: with states {self.states}, Muon's momentum is in bfloat16, which is too coarse for the "
-                f"small changes of {largest}; use states float32, or a momentum of at most {LARGEST_BFLOAT16_BETA}"
+                f"momentum: with states {self.states}, Muon's momentum is too coarse for the small changes of "
+                f"{largest}; use states float32, or a momentum of at most {LARGEST_BFLOAT16_BETA}"
             )
         _check_decay_epochs(self.weight_decay_epochs, self.scale)
         _check_clipping(self.gradients, self.grad_clip)

@@ -317,7 +317,8 @@ def build(
             AdamWGroup("scalar", with_role("vector"), config.scalar_lr * scaling.lr, 0.0),
         ]
         # With momentum in host memory, Muon computes float32 directions of all weights that it updates together.
-        one_by_one = bool(separate) or (config.offload and config.weights != "float32")
+        float32_directions = config.offload and not config.momentum_in_8_bits
+        one_by_one = bool(separate) or (float32_directions and config.weights != "float32")
         muon = Muon(with_role("matrix"), config, streamer, fused, one_by_one, replicas)
         muon.peak_lr = config.lr * scaling.lr
         muon.peak_weight_decay = config.weight_decay * scaling.weight_decay

@@ -23,7 +23,8 @@ decoupled. "Cautious" decay applies only to weights that the update moves toward
 
 The momentum of a sharded parameter (FSDP2) is sharded too. Its look-ahead is written into the gradient and gathered in
 full, every rank runs the same iteration, and each writes back its own rows. For momentum in host memory
-(`optim/offload.py`), the look-ahead is also written into the gradients. So the gradients are invalid after a step.
+(`optim/offload.py`) or in 8 bits (`kernels/momentum_8bit.py`), the look-ahead is written into the gradients too. So
+they are invalid after a step.
 
 If several processes hold the same weights, each matrix is updated by one of them (`optim/owners.py`).
 """
@@ -38,6 +39,7 @@ from torch import Tensor
 from deskside.config.optim import MuonConfig
 from deskside.kernels.adamw_state import RESIDUAL
 from deskside.kernels.functional import at_least_float32
+from deskside.kernels.momentum_8bit import BLOCK, look_ahead_8bit, num_blocks
 from deskside.kernels.muon import Direction, PointerTable, Update, apply, look_ahead, row_sums
 from deskside.kernels.newton_schulz import MIN_SYMMETRIC, coefficients, orthogonalize
 from deskside.kernels.stochastic_rounding import rounding_seed
@@ -55,6 +57,8 @@ from deskside.optim.offload import OffloadJob, Streamer, host_zeros, pieces
 from deskside.optim.owners import ALONE, NewWeights, Replicas, assign_owners, receive_on_rank_zero
 from deskside.optim.row_factors import row_factors
 from deskside.optim.sharded import gather_full, gradient_of, is_sharded, local
+
+MOMENTUM, MOMENTUM_SCALES = "momentum", "momentum_scales"  # names of tensors of the state
 
 
 class Muon:
@@ -89,7 +93,8 @@ class Muon:
         self.momentum = config.momentum
         self.rounding_step = 0
         self.clip_coefficient: Tensor | None = None
-        self.momentum_buffers: dict[str, Tensor] = {}
+        self.momentum_buffers: dict[str, Tensor] = {}  # codes, if it is in 8 bits
+        self.momentum_scales: dict[str, Tensor] = {}  # of the blocks of codes
         self.residuals: dict[str, Tensor] = {}  # of weights in 24 bits, on the device
         self._fused = fused
         self._coefficients = coefficients(config.coefficients, config.ns_steps)
@@ -129,6 +134,8 @@ class Muon:
                     if self.streamer is not None
                     else torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
                 )
+                if self.config.momentum_in_8_bits:
+                    self.momentum_scales[info.name] = self._zero_scales(parameter)
                 if self._has_residual(info):
                     self.residuals[info.name] = torch.zeros_like(
                         parameter, dtype=torch.int8, requires_grad=False
@@ -142,6 +149,12 @@ class Muon:
                     stack.row_mean_squares = torch.zeros(
                         shape, dtype=at_least_float32(weight), device=local(weight).device
                     )
+
+    def _zero_scales(self, parameter: Tensor) -> Tensor:
+        shape, dtype = (num_blocks(parameter.numel()),), torch.float32
+        if self.streamer is not None:
+            return host_zeros(shape, dtype, parameter.device)
+        return torch.zeros(shape, dtype=dtype, device=parameter.device)
 
     def step(self, skip: Tensor | None, names: Container[str] = EVERYTHING) -> None:
         """Update the matrices `names`. Their gradients may be overwritten and are invalid afterwards.
@@ -166,7 +179,9 @@ class Muon:
     def _update(self, infos: list[ParameterInfo], skip: Tensor) -> None:
         """Update matrices that this process owns."""
         directions: dict[str, Tensor] = {}
-        if self.streamer is not None:
+        if self.config.momentum_in_8_bits:
+            directions = self._directions_of_8_bits(infos, skip)
+        elif self.streamer is not None:
             directions = self._streamed_directions(infos, self.streamer, skip)
         updated = {info.name for info in infos}
         for stack in self._stacks:
@@ -187,6 +202,29 @@ class Muon:
                 jobs.append(OffloadJob([momentum[part]], update))
         streamer.run(jobs)
         return directions
+
+    def _directions_of_8_bits(self, infos: list[ParameterInfo], skip: Tensor) -> dict[str, Tensor]:
+        """Update momentum in 8 bits, wherever it is. Returns the directions, which replace the gradients."""
+        jobs, directions = [], {}
+        for info in infos:
+            directions[info.name] = gradient = gradient_of(info).contiguous()
+            flat, codes = gradient.view(-1), self.momentum_buffers[info.name].view(-1)
+            for part in pieces(flat.numel()) if self.streamer is not None else [slice(0, flat.numel())]:
+                blocks = slice(part.start // BLOCK, num_blocks(part.stop))
+                state = [codes[part], self.momentum_scales[info.name][blocks]]
+                jobs.append(OffloadJob(state, partial(self._update_8_bits, gradient=flat[part], skip=skip)))
+        if self.streamer is not None:
+            self.streamer.run(jobs)
+        else:
+            for job in jobs:
+                job.update(job.host_state)
+        return directions
+
+    def _update_8_bits(self, device_state: Sequence[Tensor], gradient: Tensor, skip: Tensor) -> None:
+        codes, scales = device_state
+        fused = gradient.is_cuda if self._fused is None else self._fused
+        nesterov, clip = self.config.nesterov, self.clip_coefficient
+        look_ahead_8bit(gradient, codes, scales, self.momentum, nesterov, skip, clip, fused)
 
     def _update_momentum(self, device_state: Sequence[Tensor], gradient: Tensor, skip: Tensor) -> None:
         # Without the kernel, because the copies over the bus determine the time of a piece.
@@ -211,7 +249,7 @@ class Muon:
                     direction = self._sharded_direction(s.info, directions, skip, fused)
                     gathered[name] = gather_full(direction.to(x.dtype), parameter)
                 x_slice.copy_(s.part_of(gathered[name]))
-            elif self.streamer is not None:
+            elif name in directions:
                 x_slice.copy_(s.part_of(directions[name]))
             else:
                 gradient = s.part_of(gradient_of(s.info).contiguous())
@@ -274,7 +312,8 @@ class Muon:
 
     def state(self) -> dict[str, Tensor]:
         """Return the state of the matrices that this process owns, by `kind/parameter name`."""
-        tensors = {f"momentum/{name}": momentum for name, momentum in self.momentum_buffers.items()}
+        tensors = {f"{MOMENTUM}/{name}": momentum for name, momentum in self.momentum_buffers.items()}
+        tensors |= {f"{MOMENTUM_SCALES}/{name}": scales for name, scales in self.momentum_scales.items()}
         tensors |= {f"{RESIDUAL}/{name}": residual for name, residual in self.residuals.items()}
         return tensors | {f"row_sizes/{name}": rows for name, rows in self.row_mean_squares().items()}
 
@@ -299,7 +338,10 @@ class Muon:
         """Return the shape, dtype and device of a matrix's state."""
         weight = local(info.parameter)
         host = torch.device("cpu") if self.streamer is not None else weight.device
-        layouts = {f"momentum/{info.name}": (info.parameter.shape, self._momentum_dtype(info), host)}
+        layouts = {f"{MOMENTUM}/{info.name}": (info.parameter.shape, self._momentum_dtype(info), host)}
+        if self.config.momentum_in_8_bits:
+            blocks = torch.Size((num_blocks(info.parameter.numel()),))
+            layouts[f"{MOMENTUM_SCALES}/{info.name}"] = (blocks, torch.float32, host)
         if self._has_residual(info):
             layouts[f"{RESIDUAL}/{info.name}"] = (info.parameter.shape, torch.int8, weight.device)
         if self.config.normalize == "neuron":
@@ -311,6 +353,8 @@ class Muon:
         return self.config.weights == "24bit" and info.parameter.dtype == torch.bfloat16
 
     def _momentum_dtype(self, info: ParameterInfo) -> torch.dtype:
+        if self.config.momentum_in_8_bits:
+            return torch.int8
         return at_least_float32(info.parameter) if self.config.states == "float32" else torch.bfloat16
 
     def row_mean_squares(self) -> dict[str, Tensor]:

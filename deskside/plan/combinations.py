@@ -154,7 +154,7 @@ def optimizer_changes(
         optimizer_cost = OTHER_OPTIMIZER_COST if name != setting.optimizer else 0
         small: tuple[StateFormat, ...] = ("bfloat16",) if base.sharded else ("8bit", "4bit")
         if name == "muon" and not base.sharded:
-            small = ("8bit",)  # Muon's momentum takes 16 bits in both formats
+            small = ("8bit",)  # Muon's momentum takes 8 bits in both formats
         full_training = base.adapter is None and not base.sharded and base.precision != "fp32"
         all_weights: tuple[WeightFormat, ...] = ("bfloat16",) if full_training else ()
         places: tuple[GradientPlace, ...] = (base.gradients,)

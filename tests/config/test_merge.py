@@ -395,7 +395,7 @@ ERRORS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"schedule": {"name": "cosine", "decay": 0.5}}, ("schedule.decay", "schedule.name wsd")),
     ({"schedule": {"warmup": "40 steps", "decay": 1.0}}, ("schedule.warmup", "40 steps", "lower decay")),
     ({"optim": {"name": "adamw", "momentum": 0.9}}, ("optim.momentum", "optim.name muon")),
-    ({"optim": {"name": "muon", "states": "8bit", "momentum": 0.998}}, ("optim.momentum", "bfloat16", "0.995")),
+    ({"optim": {"name": "muon", "states": "8bit", "momentum": 0.998}}, ("optim.momentum", "8bit", "0.995")),
     ({"optim": {"name": "sgd"}}, ("optim", "adamw or muon")),
     ({"optim": {"betas": [0.9]}}, ("optim.betas",)),
     ({"optim": {"betas": [0.9, 1.5]}}, ("optim.betas", "1.5")),

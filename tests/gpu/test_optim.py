@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deskside.config.optim import AdamWConfig, MuonConfig
+from deskside.kernels.momentum_8bit import look_ahead_8bit, quantize
 from deskside.kernels.newton_schulz import coefficients, orthogonalize
 from deskside.optim import adamw, muon, offload
 from deskside.optim.build import Optimizer, build
@@ -116,14 +117,29 @@ def test_adamw_states_equal_the_cpu(states: str, within: float, offloaded: bool)
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("states", ["bfloat16", "8bit"])
 def test_offloaded_state_is_the_same_to_the_last_bit(name: str, states: str) -> None:
-    """Both run the same kernels on the same numbers, which pass through host memory. Muon's streamed momentum uses
-    torch instead of Triton, which may round a direction to another bfloat16.
+    """Both run the same kernels on the same numbers, which pass through host memory. Muon's streamed momentum in
+    bfloat16 uses torch instead of Triton, which may round a direction to another bfloat16.
     """
     here, there = (moved(small(name, states, place), DEVICE, fused=None) for place in (False, True))
     for key, value in here.items():
-        if name == "adamw":
+        if name == "adamw" or states == "8bit":
             assert torch.equal(value, there[key]), key
     check(there, here, 0.3 if name == "muon" else 1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_momentum_in_8_bits_equals_the_reference(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    state = quantize(torch.randn(5 * 256 * 8 + 7, generator=generator))
+    g = torch.randn(5 * 256 * 8 + 7, generator=generator).to(dtype)
+    places = [[t.clone().to(device) for t in (g, *state)] for device in ("cpu", DEVICE)]
+    for direction, codes, scales in places:
+        skip = torch.zeros((), device=codes.device)
+        look_ahead_8bit(direction, codes, scales, 0.95, True, skip, skip + 0.5, fused=codes.is_cuda)
+    (plain, plain_codes, plain_scales), (fused, codes, scales) = places
+    torch.testing.assert_close(fused.cpu(), plain, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-5)
+    torch.testing.assert_close(scales.cpu(), plain_scales, rtol=1e-5, atol=0)
+    assert float((codes.cpu() != plain_codes).float().mean()) < 1e-3
 
 
 @pytest.mark.usefixtures("small_states")

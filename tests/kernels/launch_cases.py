@@ -23,6 +23,7 @@ from deskside.kernels import (
     draw_triton,
     dropout_triton,
     few_tokens_triton,
+    momentum_8bit_triton,
     muon,
     muon_triton,
     newton_schulz_triton,
@@ -344,6 +345,11 @@ def _optimizers() -> Iterator[CompileCase]:
         slices = [muon.Direction(weights, momentum, direction)]
         arguments = (slices, 0.95, True, skip, skip, muon.PointerTable())
         yield recorded(name, CAPABILITIES, muon_triton.look_ahead, *arguments)
+    for dtype in (torch.float32, torch.bfloat16):
+        gradient, codes = _new(2**20 + 3, dtype=dtype), _new(2**20 + 3, dtype=torch.int8)
+        arguments = (gradient, codes, _float(4097), 0.95, True, skip, skip)
+        name = f"Muon looks ahead, 8-bit momentum, gradient in {str(dtype).removeprefix('torch.')}"
+        yield recorded(name, CAPABILITIES, momentum_8bit_triton.launch, *arguments)
     residual = _new(12, 768, 2048, dtype=torch.int8)
     for name, p, own in (
         ("Muon's update", weights, None),

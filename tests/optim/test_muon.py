@@ -204,8 +204,10 @@ def test_bfloat16_weights_keep_float32_momentum() -> None:
     assert optimizer.momentum_buffers["weight"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("states", ["bfloat16", "8bit"])
-def test_small_states_keep_momentum_in_bfloat16_and_move_alike(states: str) -> None:
+@pytest.mark.parametrize(
+    ("states", "dtype"), [("bfloat16", torch.bfloat16), ("8bit", torch.int8), ("4bit", torch.int8)]
+)
+def test_momentum_in_fewer_bits_moves_alike(states: str, dtype: torch.dtype) -> None:
     results, start = [], weights(make(moe=True))
     for config in (MuonConfig(), MuonConfig.model_validate({"name": "muon", "states": states})):
         model = make(moe=True)
@@ -215,8 +217,10 @@ def test_small_states_keep_momentum_in_bfloat16_and_move_alike(states: str) -> N
             optimizer.step(None)
             model.zero_grad()
         results.append((weights(model), optimizer.momentum_buffers))
-    assert {t.dtype for t in results[1][1].values()} == {torch.bfloat16}
+    assert {t.dtype for t in results[1][1].values()} == {dtype}
     for name in results[0][1]:
         moved = results[0][0][name] - start[name]
-        # Rounding rotates directions of small singular values, which orthogonalization makes as long as all others.
-        assert 0 < float((results[1][0][name] - results[0][0][name]).norm() / moved.norm()) < 0.1, name
+        # Rounding rotates directions of small singular values, which orthogonalization makes as long as all others. In
+        # 8 bits, several of these tiny matrices share a scale.
+        share = float((results[1][0][name] - results[0][0][name]).norm() / moved.norm())
+        assert 0 < share < (0.1 if dtype == torch.bfloat16 else 0.4), name

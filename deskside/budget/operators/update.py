@@ -24,6 +24,9 @@ ROW_SUM_BYTES = 6  # per weight: the weight in float32 and its update in 16 bits
 # Finding the 8-bit codes of two states takes as long as this many bytes of traffic per weight. Measured on an H200:
 # 23 ms for 1.29 billion float32 weights, 38 to 42 for 3.03 billion in bfloat16, clipping included.
 QUANTIZED_ADAMW_WORK = 28
+# More traffic per weight of Muon with momentum in 8 bits: half of that work, and the direction, which replaces the
+# gradient and is copied to the stack. Not measured.
+QUANTIZED_MUON_WORK = QUANTIZED_ADAMW_WORK / 2 + 8
 NEWTON_SCHULZ_STEPS = 5
 
 
@@ -56,7 +59,7 @@ def optimizer_update(s: Sizes) -> list[Operator]:
     adamw -= 2 * (ADAMW_STATE_BYTES["float32"] - ADAMW_STATE_BYTES[spec.states])
     muon -= 2 * (MUON_STATE_BYTES["float32"] - MUON_STATE_BYTES[spec.states])
     if spec.states in ("8bit", "4bit"):  # 4 bits: not measured
-        adamw += QUANTIZED_ADAMW_WORK
+        adamw, muon = adamw + QUANTIZED_ADAMW_WORK, muon + QUANTIZED_MUON_WORK
     if spec.weights != "float32":
         adamw, muon = adamw - BFLOAT16_ADAMW_SAVING, muon - BFLOAT16_MUON_SAVING
     if spec.weights == "24bit":
