@@ -32,7 +32,8 @@ LATER = (
     "a recomputed MLP were predicted 0.1 to 8.3 % too slow without a probe, and nine in ten rows of the draw were "
     "within 26.0 % after a probe and 26.4 % without one. The errors below are those without that product. The card "
     "was slower than in its probe: in the card's benchmark, which ran first in both, products took 4 % longer in the "
-    "draw (median of 45; attention and copies took as long). This is the error of the steady rows after a probe."
+    "draw (median of 45; attention and copies took as long). This explains why steady rows were predicted too fast "
+    "after a probe."
 )
 
 

@@ -28,7 +28,9 @@ class DoctorOptions(JsonOption):
     """
 
     quick: bool = option(
-        "check only matmuls, memory, attention and eager training steps; takes some seconds", False
+        "check only matmuls, memory, attention, eager training steps and, on a GPU with FP8, the recipe that deskside "
+        "go may choose; takes some seconds",
+        False,
     )
     trials: bool = option("only list the results of trials that are kept for later runs", False)
     clear_trials: bool = option("only delete these results, so that later runs try again", False)

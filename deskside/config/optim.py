@@ -12,14 +12,15 @@ from deskside.budget.step_spec import GradientPlace, StateFormat, WeightFormat
 from deskside.config.base import Part
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
-# bfloat16 has 8 significant bits: a moment that changes by less than 1/256 of its value in a step may never change.
+# bfloat16 has 8 significant bits: a moment that changes by less than 1/256 of its value in a step may never change. The
+# same limit holds for Muon's momentum in 8 bits, for which it was not derived.
 LARGEST_BFLOAT16_BETA = 0.995
 
 States = Annotated[
     StateFormat,
     Field(
         description="format of the optimizer state: float32, bfloat16, 8bit (block-wise, arXiv 2110.02861) or 4bit "
-        "(block-wise, arXiv 2309.01507)"
+        "(block-wise, arXiv 2309.01507); Muon's momentum has 8 bits in both (block-wise, arXiv 2509.23106)"
     ),
 ]
 Weights = Annotated[

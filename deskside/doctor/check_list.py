@@ -110,18 +110,22 @@ TRAINING, LIBRARY = "deskside.doctor.check_training", "deskside.doctor.check_lib
 NO_COMPILER = "no C++ compiler: torch.compile builds its CPU code with one; install g++, or set CXX"
 # A run on a CPU trains in FP32 and depends on these. The BF16 and FP16 matmuls took a third of a quick examination.
 ESSENTIAL_ON_CPU = ("fp32", "attention", "step_fp32")
+# A quick examination of a GPU takes about 12 s. FP8 starts another process and compiles kernels, which was not timed.
+SECONDS_WITH_FP8 = 40.0
 
 
-def essential_checks(facts: Mapping[str, Any]) -> list[Check]:
-    """Return the quick checks that a run depends on: all of them on a GPU, `ESSENTIAL_ON_CPU` on a CPU."""
+def essential_checks(facts: Mapping[str, Any], seconds: float) -> list[Check]:
+    """Return the quick checks that a run depends on: `ESSENTIAL_ON_CPU` on a CPU; on a GPU all of them, but that of FP8
+    only if there is time for it.
+    """
     checks = all_checks(facts, quick=True)
     if facts["device"] == "cuda":
-        return checks
+        return [check for check in checks if check.group != "precision" or seconds >= SECONDS_WITH_FP8]
     return [check for check in checks if check.id in ESSENTIAL_ON_CPU]
 
 
 def _has_fp8(gpu: Mapping[str, Any]) -> bool:
-    """Return True if the tensor cores of a GPU compute in FP8: compute capability 8.9 and newer."""
+    """Return True if the tensor cores of an NVIDIA GPU compute in FP8: compute capability 8.9 and newer."""
     return tuple(map(int, gpu["compute_capability"].split("."))) >= (8, 9)
 
 
@@ -197,7 +201,8 @@ def all_checks(facts: Mapping[str, Any], quick: bool) -> list[Check]:
     if quick:
         if cuda and _has_fp8(facts["gpus"][0]):
             name = ALIASES["fp8"]
-            add(f"recipe_{name}", "precision", name, f"{GEMM}:recipe", {"name": name}, cheap)
+            # in a process of its own: a CUDA error there would also end the checks that a run depends on
+            add(f"recipe_{name}", "precision", name, f"{GEMM}:recipe", {"name": name}, "recipes fp8")
         return checks
     # The execution modes that are faster than eager.
     precision = default_precision(not cuda)

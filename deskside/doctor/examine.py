@@ -60,7 +60,7 @@ def examine(quick: bool, say: Say = lambda _: None, seconds: float = float("inf"
     facts = outcome.value
     facts["libraries"] = check_list.library_versions()
     if quick and seconds < float("inf"):
-        checks = check_list.essential_checks(facts)
+        checks = check_list.essential_checks(facts, seconds)
     else:
         checks = check_list.all_checks(facts, quick)
     results = check_list.run_all(checks, say, deadline)

@@ -1,9 +1,10 @@
 """Muon's momentum in 8 bits: whole multiples, from -127 to 127, of a scale for each block of 256 adjacent values.
 
 The steps are even, unlike those of AdamW's 8-bit states. AdamW divides single values, so it needs the relative
-precision of small ones. Muon orthogonalizes whole matrices, for which the mean square error counts: it is 0.7 % of the
-root mean square of normally distributed values here, and 1.1 % with the map of `adamw_state.py`. Gupta et al. 2025
-(arXiv 2509.23106) find that Muon with such a momentum learns as well as with float32.
+precision of small ones. Muon orthogonalizes whole matrices, for which the root mean square error counts. One rounding
+of normally distributed values adds 0.7 % of their root mean square here, and 1.1 % with the map of `adamw_state.py`;
+the errors of many steps add up. Gupta et al. 2025 (arXiv 2509.23106) find that Muon with such a momentum learns as
+well as with float32.
 
 Blocks are those of a whole parameter, not of the slices of a stack that `muon.look_ahead` reads. On CUDA, one Triton
 kernel per parameter moves 10 bytes per weight: the gradient in float32 and the codes, read and written.
@@ -58,7 +59,7 @@ def look_ahead_8bit(
     if fused:
         from deskside.kernels.momentum_8bit_triton import launch
 
-        launch(g, codes, scales, momentum, nesterov, skip, clip)
+        launch(g, codes, scales, momentum, nesterov, skip, clip, BLOCK, LARGEST)
         return
     old = dequantize(codes, scales)
     gradient = g.float() if clip is None else g.float() * clip

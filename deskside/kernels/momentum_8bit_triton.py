@@ -4,9 +4,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deskside.kernels import momentum_8bit
-
-LARGEST = tl.constexpr(momentum_8bit.LARGEST)
 TINY = tl.constexpr(2.0**-126)  # the smallest normal float32
 BLOCKS_PER_PROGRAM = 8
 
@@ -19,9 +16,9 @@ def _maximum(a, b):  # type: ignore[no-untyped-def]
 @triton.jit
 def _look_ahead_8bit(  # type: ignore[no-untyped-def]
     g_ptr, codes_ptr, scales_ptr, skip_ptr, clip_ptr, momentum, n,
-    NESTEROV: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+    NESTEROV: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, LARGEST: tl.constexpr,
 ):  # fmt: skip
-    """Process ROWS blocks of WIDTH values per program."""
+    """Process ROWS blocks of WIDTH values per program. LARGEST: the largest code."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     offsets = row[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     mask, row_mask = offsets < n, row * WIDTH < n
@@ -52,9 +49,12 @@ def launch(
     nesterov: bool,
     skip: Tensor,
     clip: Tensor | None,
+    block: int,
+    largest: int,
 ) -> None:
-    """See `momentum_8bit.look_ahead_8bit`."""
-    n, width = g.numel(), momentum_8bit.BLOCK
-    _look_ahead_8bit[(triton.cdiv(n, BLOCKS_PER_PROGRAM * width),)](
-        g, codes, scales, skip, clip, momentum, n, NESTEROV=nesterov, ROWS=BLOCKS_PER_PROGRAM, WIDTH=width
-    )
+    """See `momentum_8bit.look_ahead_8bit`. block: values that share a scale. largest: code."""
+    n = g.numel()
+    _look_ahead_8bit[(triton.cdiv(n, BLOCKS_PER_PROGRAM * block),)](
+        g, codes, scales, skip, clip, momentum, n,
+        NESTEROV=nesterov, ROWS=BLOCKS_PER_PROGRAM, WIDTH=block, LARGEST=largest,
+    )  # fmt: skip

@@ -16,7 +16,7 @@ from deskside.optim import adamw as adamw_module
 from deskside.optim.adamw import AdamW, AdamWGroup
 from deskside.optim.ema_nesterov import EmaNesterov
 from deskside.optim.groups import ParameterInfo, Role, classify_parameters
-from deskside.optim.muon import Muon
+from deskside.optim.muon import MOMENTUM_SCALES, Muon
 from deskside.optim.offload import Streamer
 from deskside.optim.owners import ALONE, Replicas, sum_over_ranks
 from deskside.optim.sharded import gradient_of, is_sharded, local, sum_of_squares, sum_over_shards
@@ -219,6 +219,11 @@ class Optimizer:
             ("lacks", expected - tensors.keys()),
             ("has unknown", tensors.keys() - expected),
         ):
+            if any(name.startswith(f"{MOMENTUM_SCALES}/") for name in names):
+                raise RunError(
+                    f"the optimizer state {problem} scales of Muon's momentum in 8 bits; resume with the optim.states, "
+                    "and the version of deskside, that wrote the checkpoint"
+                )
             if names:
                 raise RunError(
                     f"the optimizer state {problem} '{min(names)}' ({len(names)} in all); is it of another model?"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from deskside.budget.format_costs import quantized
 from deskside.budget.loss import TYPICAL_TEXT, TextBaselines
 from deskside.budget.shape import num_params
 from deskside.config import merge, presets
@@ -41,6 +42,7 @@ DOCTOR_SHARE = 0.5  # maximum share of the allowance for the doctor
 # Expected duration of a quick doctor. It took 12 s on two busy CPU cores.
 DOCTOR_SECONDS = {"cuda": 20.0, "cpu": 15.0}
 MAX_PROBE_SECONDS = 180.0
+FP8_EPOCHS = 3.0  # the most that FP8 was compared with BF16 is 2.9 (docs/indicmoe.md)
 EVALUATIONS_OF_SHORT_RUN = 6  # evaluations of a run of one minute to one hour
 
 Say = Callable[[str], None]  # prints a line and records it
@@ -218,26 +220,25 @@ def plan(
     """Plan a training run of `pretrain_seconds`. Return the part of the plan that go.json stores, and the whole plan.
 
     native_recipes: recipes below 16 bits that the doctor found right on this GPU's tensor cores. FP8 is used if it is
-    one of them, the planner offers it, and the user has not chosen a precision.
+    one of them and improves the plan, and nobody has chosen a precision.
     If no plan can be made, the phase is skipped and the preset is trained without a plan (None); without a preset, or
     in own-corpus mode, UsageError is raised. Raises RunError if the planner's verdict is "no", or if the requested
     length takes longer.
     """
     try:
         full_plan = make_plan(_plan_request(request, pretrain_seconds))
-        reasons: list[str] = []
-        if full_plan.alternatives and _may_use_fp8(request, native_recipes):
-            given = merge.merge([request.given, {"precision": {"name": OFFERED}}])[0]
-            in_fp8 = replace(request, given=given)
-            fp8_plan = make_plan(_plan_request(in_fp8, pretrain_seconds))
-            if fp8_plan.verdict != "no":
-                told = full_plan.alternatives[0]["told"]
-                reasons = [f"trains in FP8: {told}; to keep BF16: --precision.name bf16"]
-                request, full_plan = in_fp8, fp8_plan
     except UsageError as error:
         if request.preset is None or request.own_corpus:
             raise
         return {**skipped(str(error)), "config": preset_config(request)}, None
+    reasons: list[str] = []
+    if _may_use_fp8(request, full_plan, native_recipes):
+        given = merge.merge([request.given, {"precision": {"name": OFFERED}}])[0]
+        in_fp8 = replace(request, given=given)
+        fp8_plan = _better_in_fp8(in_fp8, pretrain_seconds, full_plan)
+        if fp8_plan is not None:
+            reasons = [f"trains in FP8: {_told_speed(full_plan)}; to keep BF16: --precision.name bf16"]
+            request, full_plan = in_fp8, fp8_plan
     best = full_plan.best
     if full_plan.verdict == "no" or best is None:
         raise RunError("; ".join(full_plan.reason_texts("against")))
@@ -263,15 +264,46 @@ def plan(
     return result, full_plan
 
 
-def _may_use_fp8(request: PipelineRequest, native_recipes: Collection[str]) -> bool:
+def _may_use_fp8(request: PipelineRequest, in_bf16: Plan, native_recipes: Collection[str]) -> bool:
     """Return True if this run may train in FP8 without being told to.
 
-    The loss of FP8 was not shown to differ from that of BF16 (docs/precision.md) in runs that read their text up to 1.5
-    times. So own-corpus mode keeps BF16.
+    Mixtures keep BF16, because a quick doctor does not check the products of experts.
     """
     layers = [] if request.preset is None else presets.for_pretraining(request.preset)
-    chosen = merge.build([*layers, request.given]).precision.name
-    return ALIASES[OFFERED] in native_recipes and chosen == "auto" and not request.own_corpus
+    chosen = "name" in merge.build([*layers, request.given]).precision.model_fields_set
+    if chosen or request.own_corpus or ALIASES[OFFERED] not in native_recipes:
+        return False
+    dense = in_bf16.best is not None and not in_bf16.best.candidate.setting.model.num_experts
+    return dense and bool(in_bf16.alternatives)
+
+
+def _better_in_fp8(in_fp8: PipelineRequest, pretrain_seconds: float, in_bf16: Plan) -> Plan | None:
+    """Return the plan in FP8 if it is better than that in BF16 and its loss is known to be the same.
+
+    In runs that read their text at most FP8_EPOCHS times, FP8 was not shown to change the loss. The optimizer and the
+    formats of weights and states must stay the same.
+    """
+    try:
+        plan = make_plan(_plan_request(in_fp8, pretrain_seconds))
+    except UsageError:  # a model of the search has dimensions that FP8 does not support
+        return None
+    if plan.best is None or in_bf16.best is None or plan.verdict != in_bf16.verdict:
+        return None
+    new, old = plan.best.candidate, in_bf16.best.candidate
+    formats = [(c.setting.optimizer, c.setting.weights, c.setting.states) for c in (new, old)]
+    speeds = [c.estimate.tokens_per_second[1] for c in (new, old)]
+    # The forecast of a preset for a given length is the same in both.
+    faster = speeds[0] > speeds[1] or new.forecast[1] < old.forecast[1]
+    better = quantized(new.setting.precision) and new.forecast[1] <= old.forecast[1] and faster
+    unique = plan.request.unique_tokens
+    known = formats[0] == formats[1] and (unique is None or new.tokens[1] <= FP8_EPOCHS * unique)
+    return plan if better and known else None
+
+
+def _told_speed(in_bf16: Plan) -> str:
+    """Return how fast FP8 is for the model that was planned in BF16; the plan in FP8 may have another one."""
+    told = str(in_bf16.alternatives[0]["told"])
+    return told if in_bf16.best is None else f"for {in_bf16.best.preset}, {told}"
 
 
 def preset_config(request: PipelineRequest) -> dict[str, Any]:

@@ -84,7 +84,7 @@ def _task(setting: Setting) -> tuple[Precision, int]:
 def _change_of_loss(start: Setting, setting: Setting) -> int:
     """Return the cost of the changes that have an effect on the loss of each step."""
     cost = OTHER_OPTIMIZER_COST * (setting.optimizer != start.optimizer)
-    cost += _states_cost(start, setting.states)
+    cost += _states_cost(start, setting.states, setting.optimizer)
     cost += SMALL_WEIGHTS_COST * (setting.weights != start.weights)
     return cost + RELEASED_GRADIENTS_COST * (
         "released" in (setting.gradients, start.gradients) and setting.gradients != start.gradients
@@ -154,7 +154,7 @@ def optimizer_changes(
         optimizer_cost = OTHER_OPTIMIZER_COST if name != setting.optimizer else 0
         small: tuple[StateFormat, ...] = ("bfloat16",) if base.sharded else ("8bit", "4bit")
         if name == "muon" and not base.sharded:
-            small = ("8bit",)  # Muon's momentum takes 8 bits in both formats
+            small = ("bfloat16", "8bit")  # Muon's momentum takes 8 bits with 4bit too
         full_training = base.adapter is None and not base.sharded and base.precision != "fp32"
         all_weights: tuple[WeightFormat, ...] = ("bfloat16",) if full_training else ()
         places: tuple[GradientPlace, ...] = (base.gradients,)
@@ -166,7 +166,7 @@ def optimizer_changes(
             dict.fromkeys((base.offload_optimizer, not base.sharded or base.offload_optimizer)),
             places,
         ):
-            cost = optimizer_cost + _states_cost(base, states)
+            cost = optimizer_cost + _states_cost(base, states, name)
             cost += OFFLOAD_COST * (offload != base.offload_optimizer)
             cost += SMALL_WEIGHTS_COST * (weights != base.weights)
             cost += {"host": HOST_GRADIENTS_COST, "released": RELEASED_GRADIENTS_COST}.get(gradients, 0) * (
@@ -178,10 +178,13 @@ def optimizer_changes(
             )
 
 
-def _states_cost(before: Setting, states: StateFormat) -> int:
+def _states_cost(before: Setting, states: StateFormat, optimizer: OptimizerName) -> int:
     if states == before.states:
         return 0
-    return TINY_STATES_COST if states == "4bit" else SMALL_STATES_COST
+    # The loss of Muon with momentum in 8 bits was not measured.
+    return (
+        TINY_STATES_COST if states == "4bit" or (states, optimizer) == ("8bit", "muon") else SMALL_STATES_COST
+    )
 
 
 def _may_release(setting: Setting) -> bool:

@@ -118,7 +118,7 @@ def _planned_band(request: PlanRequest, band: Band) -> PlannedBand:
 def _alternatives(request: PlanRequest, chosen: Candidate) -> list[dict[str, Any]]:
     """Return FP8 as an alternative to BF16 if the card and the model's dimensions support it and it is faster.
 
-    BF16 stays the default: the loss of FP8 is close to that of BF16, but not equal, so the user decides.
+    `deskside plan` only offers it. `deskside go` chooses it if the doctor finds it right (`pipeline/phases.py`).
     """
     setting = chosen.setting
     if setting.precision != "bf16" or OFFERED not in request.card.native:

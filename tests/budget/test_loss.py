@@ -102,7 +102,7 @@ def test_the_range_holds_what_was_measured() -> None:
 
 @pytest.mark.parametrize(("params", "tokens", "unique", "bpb"), LATER)
 def test_later_runs_were_predicted(params: int, tokens: int, unique: int, bpb: float) -> None:
-    assert LAW.at(params, tokens, unique) == pytest.approx(bpb, rel=0.01)
+    assert LAW.at(params, tokens, unique) == pytest.approx(bpb, rel=0.007)
 
 
 def test_far_from_what_was_measured_the_range_is_wide() -> None:

@@ -85,6 +85,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "two": (2, {}),
     "three, bfloat16 momentum": (3, {"states": "bfloat16"}),
     "two, momentum on the host": (2, {"offload": True}),
+    "two, momentum in 8 bits": (2, {"states": "8bit"}),
+    "three, momentum in 8 bits on the host": (3, {"states": "8bit", "offload": True}),
     "two, weights in 24 bits": (2, {"weights": "24bit"}),
     "more ranks than matrices": (5, {"normalize": "none"}),
 }

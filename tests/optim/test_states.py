@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from deskside.budget.states import MUON_STATE_BYTES
+from deskside.budget.step_spec import StateFormat
 from deskside.config.optim import AdamWConfig, MuonConfig
 from deskside.optim import adamw
 from deskside.optim.build import Optimizer, build
@@ -115,6 +117,20 @@ def test_bytes_of_the_state(states: str) -> None:
             8 * n if n < 64 else per * n + (8 * -(-n // block[states]) if states in block else 0)
         )
     assert state_bytes(optimizer) == expected
+
+
+@pytest.mark.parametrize("states", ["float32", "bfloat16", "8bit", "4bit"])
+def test_bytes_of_muons_momentum(states: StateFormat) -> None:
+    """As the planner counts them, but for the last block of each matrix, which is not full here."""
+    model = make(moe=True)
+    optimizer = build(model, config("muon", states), NO_SCALING)
+    optimizer.create_state()
+    assert optimizer.muon is not None
+    held = {key: t for key, t in optimizer.muon.state().items() if not key.startswith("row_sizes/")}
+    matrices = [info.parameter.numel() for info in optimizer.muon.parameters]
+    blocks = sum(-(-n // 256) for n in matrices)
+    scales = 4 * (blocks - sum(matrices) / 256) if states in ("8bit", "4bit") else 0
+    assert sum(t.nbytes for t in held.values()) == MUON_STATE_BYTES[states] * sum(matrices) + scales
 
 
 @pytest.mark.parametrize("given", [AdamWConfig(), *CONFIGS], ids=["adamw float32", *IDS])

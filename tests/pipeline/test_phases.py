@@ -85,6 +85,7 @@ def diagnosis(trains: bool) -> dict[str, Any]:
     fix = [{"severity": "slows", "problem": "the disk is full", "remedy": "free some"}]
     checks = [
         {"group": "precision", "name": "fp8-delayed", "verdict": "works", "details": {"native": True}},
+        {"group": "precision", "name": "nvfp4", "verdict": "works", "details": {"native": False}},
         {"group": "precision", "name": "fp8-rowwise", "verdict": "wrong numbers", "details": {}},
     ]
     return {
@@ -101,7 +102,7 @@ def test_doctor(trains: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phases, "examine", lambda quick, say, seconds: diagnosis(trains))
     result = phases.doctor(CPU, 100.0, print)
     assert result["status"] == ("fit" if trains else "unfit")
-    told = "1 of 2 checks passed; fix first: the disk is full (free some)"
+    told = "2 of 3 checks passed; fix first: the disk is full (free some)"
     assert result["reason"] == (told if trains else "no sums")
     assert result["native_recipes"] == ["fp8-delayed"]
 
@@ -250,21 +251,55 @@ def test_a_length_is_planned_within_the_hours(length: str, card: Machine, data: 
         ({"preset": "124m"}, ["fp8-rowwise"], "auto"),
         ({"preset": "124m", "given": {"precision": {"name": "bf16"}}}, ["fp8-delayed"], "bf16"),
         ({"preset": "124m", "own_corpus": True}, ["fp8-delayed"], "auto"),
-        ({}, ["fp8-delayed"], "auto"),  # the plan's model for this vocabulary is too narrow to gain from FP8
+        ({"preset": "124m", "given": {"precision": {"name": "auto"}}}, ["fp8-delayed"], "auto"),
+        ({"preset": "124m", "hours": 20.0}, ["fp8-delayed"], "auto"),  # more than three epochs
+        ({"preset": "indicmoe-60m"}, ["fp8-delayed"], "auto"),  # a quick doctor does not check experts
+        # The plan's model for this vocabulary is too narrow to gain from FP8.
+        ({}, ["fp8-delayed"], "auto"),
     ],
 )
 def test_fp8_is_used_where_the_doctor_found_it_right(
     changes: dict[str, Any], native: list[str], precision: str, card: Machine, data: Path, tmp_path: Path
 ) -> None:
     request = make_request(data, tmp_path, **changes)
-    result, plan = phases.plan(request, 6900.0, native)
+    seconds = 3450 * request.hours
+    result, plan = phases.plan(request, seconds, native)
     assert merge.build([result["config"]]).precision.name == precision
     assert plan is not None and (plan.best is not None) == (result["status"] == "made")
     told = [reason for reason in result["reasons"] if reason.startswith("trains in FP8: ")]
     assert len(told) == (precision == "fp8")
     if precision == "fp8":
-        in_bf16, _ = phases.plan(request, 6900.0)
+        in_bf16, _ = phases.plan(request, seconds)
         assert result["tokens_per_second"][1] > 1.02 * in_bf16["tokens_per_second"][1]
+
+
+@pytest.mark.parametrize("memory_gib", [7.0, 8.0, 20.0])
+def test_fp8_never_changes_what_else_determines_the_loss(
+    memory_gib: float, card: Machine, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 7 GiB, the plan in FP8 goes back to BF16, and in 8 it needs weights in BF16."""
+    monkeypatch.setattr(phases, "unique_tokens", lambda data: 10**12)
+    request = make_request(data, tmp_path, preset="1.3b", memory_gib=memory_gib, hours=200.0)
+    plans = [phases.plan(request, 7e5, native)[0] for native in ([], ["fp8-delayed"])]
+    without, found = (merge.build([plan["config"]]) for plan in plans)
+    assert (found.precision.name == "fp8") == (memory_gib == 20.0)
+    for key in ("weights", "states", "name"):
+        assert getattr(found.optim, key) == getattr(without.optim, key)
+
+
+def test_a_plan_in_fp8_that_cannot_be_made_leaves_that_in_bf16(
+    card: Machine, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = phases.make_plan
+
+    def plan(request: Any) -> Any:
+        if request.precision == "fp8":
+            raise UsageError("a width that is not a multiple of 16")
+        return made(request)
+
+    monkeypatch.setattr(phases, "make_plan", plan)
+    result, whole = phases.plan(make_request(data, tmp_path, preset="124m"), 6900.0, ["fp8-delayed"])
+    assert whole is not None and merge.build([result["config"]]).precision.name == "auto"
 
 
 def test_less_memory_than_the_card_has(card: Machine, data: Path, tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ ROW_SUM_BYTES = 6  # per weight: the weight in float32 and its update in 16 bits
 # Finding the 8-bit codes of two states takes as long as this many bytes of traffic per weight. Measured on an H200:
 # 23 ms for 1.29 billion float32 weights, 38 to 42 for 3.03 billion in bfloat16, clipping included.
 QUANTIZED_ADAMW_WORK = 28
-# More traffic per weight of Muon with momentum in 8 bits: half of that work, and the direction, which replaces the
-# gradient and is copied to the stack. Not measured.
+# More traffic per weight of Muon with momentum in 8 bits: at most half of that work, and the direction, which replaces
+# a float32 gradient and is copied to the stack. Not measured.
 QUANTIZED_MUON_WORK = QUANTIZED_ADAMW_WORK / 2 + 8
 NEWTON_SCHULZ_STEPS = 5
 
