@@ -201,7 +201,7 @@ def all_checks(facts: Mapping[str, Any], quick: bool) -> list[Check]:
     if quick:
         if cuda and _has_fp8(facts["gpus"][0]):
             name = ALIASES["fp8"]
-            # in a process of its own: a CUDA error there would also end the checks that a run depends on
+            # In a process of its own: a CUDA error there would also end the checks that a run depends on.
             add(f"recipe_{name}", "precision", name, f"{GEMM}:recipe", {"name": name}, "recipes fp8")
         return checks
     # The execution modes that are faster than eager.

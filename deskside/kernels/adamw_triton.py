@@ -92,7 +92,7 @@ def _store_4bit(codes_ptr, codes, row, n, ROWS: tl.constexpr, WIDTH: tl.constexp
 
 
 @triton.jit
-def _maximum(a, b):  # type: ignore[no-untyped-def]
+def maximum(a, b):  # type: ignore[no-untyped-def]
     return tl.maximum(a, b)
 
 
@@ -142,7 +142,7 @@ def _adamw(  # type: ignore[no-untyped-def]
         p -= p * decay + lr * (m / bias_correction1) / (tl.sqrt(v / bias_correction2) + eps)
     store_weight(p_ptr, residual_ptr, p, offsets, mask, first + offsets, seed)
     if BITS <= 8:
-        m_max, v_max = tl.reduce(tl.abs(m), 1, _maximum), tl.reduce(v, 1, _maximum)
+        m_max, v_max = tl.reduce(tl.abs(m), 1, maximum), tl.reduce(v, 1, maximum)
         tl.store(m_max_ptr + row, m_max, row_mask)
         tl.store(v_max_ptr + row, v_max, row_mask)
         m *= tl.where(m_max >= SMALLEST, 1 / m_max, 0.0)[:, None]

@@ -13,20 +13,16 @@ kernel per parameter moves 10 bytes per weight: the gradient in float32 and the 
 import torch
 from torch import Tensor
 
-BLOCK = 256  # values that share a scale
+from deskside.kernels.adamw_state import BLOCK, SMALLEST_MAX
+
 LARGEST = 127
-
-
-def num_blocks(elements: int) -> int:
-    """Return the number of blocks that `elements` values take."""
-    return -(-elements // BLOCK)
 
 
 def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the nearest codes (n,) int8, and the scale of each block (blocks,) float32, of values (n,)."""
     padded = torch.nn.functional.pad(x.float(), (0, -x.numel() % BLOCK)).view(-1, BLOCK)
     scales = padded.abs().amax(dim=1) / LARGEST
-    inverse = torch.where(scales > torch.finfo(torch.float32).tiny, 1 / scales, 0.0)
+    inverse = torch.where(scales > SMALLEST_MAX, 1 / scales, 0.0)
     codes = torch.floor(padded * inverse[:, None] + 0.5)
     return codes.flatten()[: x.numel()].to(torch.int8), scales
 
@@ -59,7 +55,7 @@ def look_ahead_8bit(
     if fused:
         from deskside.kernels.momentum_8bit_triton import launch
 
-        launch(g, codes, scales, momentum, nesterov, skip, clip, BLOCK, LARGEST)
+        launch(g, codes, scales, momentum, nesterov, skip, clip, LARGEST)
         return
     old = dequantize(codes, scales)
     gradient = g.float() if clip is None else g.float() * clip

@@ -4,13 +4,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TINY = tl.constexpr(2.0**-126)  # the smallest normal float32
-BLOCKS_PER_PROGRAM = 8
+from deskside.kernels.adamw_state import BLOCK, SMALLEST_MAX
+from deskside.kernels.adamw_triton import BLOCKS_PER_PROGRAM, maximum
 
-
-@triton.jit
-def _maximum(a, b):  # type: ignore[no-untyped-def]
-    return tl.maximum(a, b)
+SMALLEST = tl.constexpr(SMALLEST_MAX)
 
 
 @triton.jit
@@ -35,9 +32,9 @@ def _look_ahead_8bit(  # type: ignore[no-untyped-def]
     if NESTEROV:
         direction = m - (m - g) * (1 - momentum)
     tl.store(g_ptr + offsets, direction.to(g_ptr.dtype.element_ty), mask)
-    scales = tl.reduce(tl.abs(m), 1, _maximum) / LARGEST
+    scales = tl.reduce(tl.abs(m), 1, maximum) / LARGEST
     tl.store(scales_ptr + row, scales, row_mask)
-    inverse = tl.where(scales > TINY, 1 / scales, 0.0)
+    inverse = tl.where(scales > SMALLEST, 1 / scales, 0.0)
     tl.store(codes_ptr + offsets, tl.floor(m * inverse[:, None] + 0.5).to(tl.int8), mask)
 
 
@@ -49,12 +46,11 @@ def launch(
     nesterov: bool,
     skip: Tensor,
     clip: Tensor | None,
-    block: int,
     largest: int,
 ) -> None:
-    """See `momentum_8bit.look_ahead_8bit`. block: values that share a scale. largest: code."""
+    """See `momentum_8bit.look_ahead_8bit`. largest: the largest code."""
     n = g.numel()
-    _look_ahead_8bit[(triton.cdiv(n, BLOCKS_PER_PROGRAM * block),)](
+    _look_ahead_8bit[(triton.cdiv(n, BLOCKS_PER_PROGRAM * BLOCK),)](
         g, codes, scales, skip, clip, momentum, n,
-        NESTEROV=nesterov, ROWS=BLOCKS_PER_PROGRAM, WIDTH=block, LARGEST=largest,
+        NESTEROV=nesterov, ROWS=BLOCKS_PER_PROGRAM, WIDTH=BLOCK, LARGEST=largest,
     )  # fmt: skip

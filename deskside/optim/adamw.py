@@ -42,7 +42,7 @@ from deskside.kernels.adamw_state import (
 from deskside.kernels.functional import at_least_float32
 from deskside.kernels.stochastic_rounding import rounding_seed
 from deskside.optim.groups import EVERYTHING, ParameterInfo
-from deskside.optim.offload import OffloadJob, Streamer, host_zeros, pieces
+from deskside.optim.offload import OffloadJob, Streamer, parts, run_jobs, zero_state
 from deskside.optim.sharded import gradient_of, local
 
 SMALL = 4096  # elements; the state of smaller weights is always float32 on the device
@@ -124,11 +124,7 @@ class AdamW:
             jobs += self._jobs(
                 [info for info in local_infos if not self._uses_torch(info.parameter)], group, skip
             )
-        if self.streamer is not None and jobs:
-            self.streamer.run(jobs)
-            return
-        for job in jobs:
-            job.update(job.host_state)
+        run_jobs(jobs, self.streamer)
 
     def clips_gradient(self, info: ParameterInfo) -> bool:
         """Return True if `step` multiplies this parameter's gradient by `clip_coefficient`."""
@@ -172,11 +168,7 @@ class AdamW:
         return {}
 
     def _zeros(self, parameter: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        if self.streamer is not None:
-            return host_zeros(shape, dtype, parameter.device)
-        if shape == parameter.shape:
-            return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-        return torch.zeros(shape, dtype=dtype, device=parameter.device)
+        return zero_state(parameter, shape, dtype, self.streamer)
 
     def _step_torch(self, infos: list[ParameterInfo], group: AdamWGroup, skip: Tensor | None) -> None:
         if not infos:
@@ -248,7 +240,7 @@ class AdamW:
             if master is not None:
                 p[part].copy_(master)
 
-        for part in pieces(p.numel()) if self.streamer is not None else [slice(0, p.numel())]:
+        for part in parts(p.numel(), self.streamer):
             codes, scales = part, slice(part.start // BLOCK, num_blocks(part.stop))
             if self.states == "4bit":
                 codes = slice(part.start // 2, adamw_4bit.num_bytes(part.stop))

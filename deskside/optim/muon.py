@@ -37,9 +37,9 @@ import torch
 from torch import Tensor
 
 from deskside.config.optim import MuonConfig
-from deskside.kernels.adamw_state import RESIDUAL
+from deskside.kernels.adamw_state import BLOCK, RESIDUAL, num_blocks
 from deskside.kernels.functional import at_least_float32
-from deskside.kernels.momentum_8bit import BLOCK, look_ahead_8bit, num_blocks
+from deskside.kernels.momentum_8bit import look_ahead_8bit
 from deskside.kernels.muon import Direction, PointerTable, Update, apply, look_ahead, row_sums
 from deskside.kernels.newton_schulz import MIN_SYMMETRIC, coefficients, orthogonalize
 from deskside.kernels.stochastic_rounding import rounding_seed
@@ -53,7 +53,7 @@ from deskside.optim.muon_stacks import (
     with_expert_dim,
 )
 from deskside.optim.normuon import normuon_factors
-from deskside.optim.offload import OffloadJob, Streamer, host_zeros, pieces
+from deskside.optim.offload import OffloadJob, Streamer, parts, run_jobs, zero_state
 from deskside.optim.owners import ALONE, NewWeights, Replicas, assign_owners, receive_on_rank_zero
 from deskside.optim.row_factors import row_factors
 from deskside.optim.sharded import gather_full, gradient_of, is_sharded, local
@@ -129,13 +129,14 @@ class Muon:
         for info in self._owned:
             if info.name not in self.momentum_buffers:
                 parameter, dtype = info.parameter, self._momentum_dtype(info)
-                self.momentum_buffers[info.name] = (
-                    host_zeros(parameter.shape, dtype, parameter.device)
-                    if self.streamer is not None
-                    else torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+                self.momentum_buffers[info.name] = zero_state(
+                    parameter, parameter.shape, dtype, self.streamer
                 )
                 if self.config.momentum_in_8_bits:
-                    self.momentum_scales[info.name] = self._zero_scales(parameter)
+                    blocks = (num_blocks(parameter.numel()),)
+                    self.momentum_scales[info.name] = zero_state(
+                        parameter, blocks, torch.float32, self.streamer
+                    )
                 if self._has_residual(info):
                     self.residuals[info.name] = torch.zeros_like(
                         parameter, dtype=torch.int8, requires_grad=False
@@ -149,12 +150,6 @@ class Muon:
                     stack.row_mean_squares = torch.zeros(
                         shape, dtype=at_least_float32(weight), device=local(weight).device
                     )
-
-    def _zero_scales(self, parameter: Tensor) -> Tensor:
-        shape, dtype = (num_blocks(parameter.numel()),), torch.float32
-        if self.streamer is not None:
-            return host_zeros(shape, dtype, parameter.device)
-        return torch.zeros(shape, dtype=dtype, device=parameter.device)
 
     def step(self, skip: Tensor | None, names: Container[str] = EVERYTHING) -> None:
         """Update the matrices `names`. Their gradients may be overwritten and are invalid afterwards.
@@ -179,56 +174,40 @@ class Muon:
     def _update(self, infos: list[ParameterInfo], skip: Tensor) -> None:
         """Update matrices that this process owns."""
         directions: dict[str, Tensor] = {}
-        if self.config.momentum_in_8_bits:
-            directions = self._directions_of_8_bits(infos, skip)
-        elif self.streamer is not None:
-            directions = self._streamed_directions(infos, self.streamer, skip)
+        if self.config.momentum_in_8_bits or self.streamer is not None:
+            directions = self._whole_directions(infos, skip)
         updated = {info.name for info in infos}
         for stack in self._stacks:
             if stack.slices[0].info.name in updated:
                 self._update_stack(stack, directions, skip)
 
-    def _streamed_directions(
-        self, infos: list[ParameterInfo], streamer: Streamer, skip: Tensor
-    ) -> dict[str, Tensor]:
-        """Update momentum in host memory, piece by piece. Returns the directions to orthogonalize, by parameter."""
+    def _whole_directions(self, infos: list[ParameterInfo], skip: Tensor) -> dict[str, Tensor]:
+        """Update momentum in host memory or in 8 bits. Returns the directions to orthogonalize, by parameter."""
         jobs, directions = [], {}
         for info in infos:
-            gradient = gradient_of(info).to(at_least_float32(info.parameter)).contiguous()
-            directions[info.name] = gradient
+            gradient = gradient_of(info)
+            if not self.config.momentum_in_8_bits:
+                gradient = gradient.to(at_least_float32(info.parameter))
+            directions[info.name] = gradient = gradient.contiguous()
             flat, momentum = gradient.view(-1), self.momentum_buffers[info.name].view(-1)
-            for part in pieces(flat.numel()):
+            for part in parts(flat.numel(), self.streamer):
+                state = [momentum[part]]
+                if self.config.momentum_in_8_bits:
+                    blocks = slice(part.start // BLOCK, num_blocks(part.stop))
+                    state.append(self.momentum_scales[info.name][blocks])
                 update = partial(self._update_momentum, gradient=flat[part], skip=skip)
-                jobs.append(OffloadJob([momentum[part]], update))
-        streamer.run(jobs)
+                jobs.append(OffloadJob(state, update))
+        run_jobs(jobs, self.streamer)
         return directions
-
-    def _directions_of_8_bits(self, infos: list[ParameterInfo], skip: Tensor) -> dict[str, Tensor]:
-        """Update momentum in 8 bits, wherever it is. Returns the directions, which replace the gradients."""
-        jobs, directions = [], {}
-        for info in infos:
-            directions[info.name] = gradient = gradient_of(info).contiguous()
-            flat, codes = gradient.view(-1), self.momentum_buffers[info.name].view(-1)
-            for part in pieces(flat.numel()) if self.streamer is not None else [slice(0, flat.numel())]:
-                blocks = slice(part.start // BLOCK, num_blocks(part.stop))
-                state = [codes[part], self.momentum_scales[info.name][blocks]]
-                jobs.append(OffloadJob(state, partial(self._update_8_bits, gradient=flat[part], skip=skip)))
-        if self.streamer is not None:
-            self.streamer.run(jobs)
-        else:
-            for job in jobs:
-                job.update(job.host_state)
-        return directions
-
-    def _update_8_bits(self, device_state: Sequence[Tensor], gradient: Tensor, skip: Tensor) -> None:
-        codes, scales = device_state
-        fused = gradient.is_cuda if self._fused is None else self._fused
-        nesterov, clip = self.config.nesterov, self.clip_coefficient
-        look_ahead_8bit(gradient, codes, scales, self.momentum, nesterov, skip, clip, fused)
 
     def _update_momentum(self, device_state: Sequence[Tensor], gradient: Tensor, skip: Tensor) -> None:
-        # Without the kernel, because the copies over the bus determine the time of a piece.
-        self._look_ahead([Direction(gradient, device_state[0], gradient)], skip, None)
+        momentum, *scales = device_state
+        if scales:
+            fused = gradient.is_cuda if self._fused is None else self._fused
+            nesterov, clip = self.config.nesterov, self.clip_coefficient
+            look_ahead_8bit(gradient, momentum, scales[0], self.momentum, nesterov, skip, clip, fused)
+        else:  # without the kernel, because the copies over the bus determine the time of a piece
+            self._look_ahead([Direction(gradient, momentum, gradient)], skip, None)
 
     def _look_ahead(self, slices: list[Direction], skip: Tensor, table: PointerTable | None) -> Tensor | None:
         return look_ahead(slices, self.momentum, self.config.nesterov, skip, self.clip_coefficient, table)

@@ -139,6 +139,31 @@ def pieces(elements: int) -> list[slice]:
     return [slice(start, min(start + PIECE, elements)) for start in range(0, elements, PIECE)]
 
 
+def zero_state(
+    parameter: Tensor, shape: Sequence[int], dtype: torch.dtype, streamer: Streamer | None
+) -> Tensor:
+    """Return zeros for a state of a parameter: in host memory with a streamer, else on the device, sharded like it."""
+    if streamer is not None:
+        return host_zeros(shape, dtype, parameter.device)
+    if shape == parameter.shape:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.zeros(shape, dtype=dtype, device=parameter.device)
+
+
+def parts(elements: int, streamer: Streamer | None) -> list[slice]:
+    """Return the slices of a weight's elements that are updated at a time: `pieces` with a streamer, else all."""
+    return [slice(0, elements)] if streamer is None else pieces(elements)
+
+
+def run_jobs(jobs: Sequence[OffloadJob], streamer: Streamer | None) -> None:
+    """Run jobs through the streamer, or without one in place."""
+    if streamer is None:
+        for job in jobs:
+            job.update(job.host_state)
+    elif jobs:
+        streamer.run(jobs)
+
+
 def aligned(size: int) -> int:
     """Round a number of bytes up to a multiple of ALIGNMENT."""
     return -(-size // ALIGNMENT) * ALIGNMENT

@@ -219,8 +219,9 @@ def plan(
 ) -> tuple[Result, Plan | None]:
     """Plan a training run of `pretrain_seconds`. Return the part of the plan that go.json stores, and the whole plan.
 
-    native_recipes: recipes below 16 bits that the doctor found right on this GPU's tensor cores. FP8 is used if it is
-    one of them and improves the plan, and nobody has chosen a precision.
+    native_recipes: recipes below 16 bits that the doctor found right on this GPU's tensor cores. The run uses FP8 if it
+    is one of them, makes the plan better, and neither the user nor the preset sets a precision.
+
     If no plan can be made, the phase is skipped and the preset is trained without a plan (None); without a preset, or
     in own-corpus mode, UsageError is raised. Raises RunError if the planner's verdict is "no", or if the requested
     length takes longer.
@@ -236,8 +237,10 @@ def plan(
         given = merge.merge([request.given, {"precision": {"name": OFFERED}}])[0]
         in_fp8 = replace(request, given=given)
         fp8_plan = _better_in_fp8(in_fp8, pretrain_seconds, full_plan)
-        if fp8_plan is not None:
-            reasons = [f"trains in FP8: {_told_speed(full_plan)}; to keep BF16: --precision.name bf16"]
+        if fp8_plan is not None and full_plan.best is not None:
+            # The model of the plan in FP8 may be another one.
+            model, told = full_plan.best.preset, full_plan.alternatives[0]["told"]
+            reasons = [f"trains in FP8: for {model}, {told}; to keep BF16: --precision.name bf16"]
             request, full_plan = in_fp8, fp8_plan
     best = full_plan.best
     if full_plan.verdict == "no" or best is None:
@@ -298,12 +301,6 @@ def _better_in_fp8(in_fp8: PipelineRequest, pretrain_seconds: float, in_bf16: Pl
     unique = plan.request.unique_tokens
     known = formats[0] == formats[1] and (unique is None or new.tokens[1] <= FP8_EPOCHS * unique)
     return plan if better and known else None
-
-
-def _told_speed(in_bf16: Plan) -> str:
-    """Return how fast FP8 is for the model that was planned in BF16; the plan in FP8 may have another one."""
-    told = str(in_bf16.alternatives[0]["told"])
-    return told if in_bf16.best is None else f"for {in_bf16.best.preset}, {told}"
 
 
 def preset_config(request: PipelineRequest) -> dict[str, Any]:

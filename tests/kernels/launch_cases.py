@@ -347,7 +347,7 @@ def _optimizers() -> Iterator[CompileCase]:
         yield recorded(name, CAPABILITIES, muon_triton.look_ahead, *arguments)
     for dtype in (torch.float32, torch.bfloat16):
         gradient, codes = _new(2**20 + 3, dtype=dtype), _new(2**20 + 3, dtype=torch.int8)
-        arguments = (gradient, codes, _float(4097), 0.95, True, skip, skip, 256, 127)
+        arguments = (gradient, codes, _float(4097), 0.95, True, skip, skip, 127)
         name = f"Muon looks ahead, 8-bit momentum, gradient in {str(dtype).removeprefix('torch.')}"
         yield recorded(name, CAPABILITIES, momentum_8bit_triton.launch, *arguments)
     residual = _new(12, 768, 2048, dtype=torch.int8)

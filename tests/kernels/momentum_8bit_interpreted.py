@@ -2,7 +2,8 @@
 
 import torch
 
-from deskside.kernels.momentum_8bit import BLOCK, dequantize, look_ahead_8bit, num_blocks
+from deskside.kernels.adamw_state import BLOCK, num_blocks
+from deskside.kernels.momentum_8bit import dequantize, look_ahead_8bit
 
 ELEMENTS = 3 * 8 * BLOCK + 77  # not a multiple of a block
 

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deskside.kernels.momentum_8bit import BLOCK, LARGEST, dequantize, look_ahead_8bit, num_blocks, quantize
+from deskside.kernels.adamw_state import BLOCK, num_blocks
+from deskside.kernels.momentum_8bit import LARGEST, dequantize, look_ahead_8bit, quantize
 from tests.kernels.interpreter import interpreted
 
 
