@@ -24,7 +24,7 @@ from deskside.cli.shared_options import (
 from deskside.config import merge, presets
 from deskside.config.base import UserPath
 from deskside.config.duration import HOURS
-from deskside.pipeline import phases
+from deskside.pipeline import planning
 from deskside.pipeline.pipeline_state import PipelineState, damaged, tail_seconds
 from deskside.pipeline.state_schema import MAX_GIB, MAX_HOURS
 from deskside.run.continuing import PIPELINE_FILE
@@ -188,15 +188,15 @@ def _create_pipeline(options: GoOptions, given: dict[str, Any], argv: Sequence[s
         "directory": str(Path.cwd()),
         "yes": options.yes,
     }
-    request = phases.PipelineRequest.of(options.hours, recorded_options)
+    request = planning.PipelineRequest.of(options.hours, recorded_options)
     if options.corpus is not None:
-        phases.unique_tokens(options.corpus)  # raises UsageError if it is not prepared data
+        planning.unique_tokens(options.corpus)  # raises UsageError if it is not prepared data
     if options.preset is None and options.corpus is None:
         raise UsageError("--data DIR is required; prepare it with: deskside data prepare SOURCE --out DIR")
-    if options.own_corpus and phases.prepared_data(request) is None:
+    if options.own_corpus and planning.prepared_data(request) is None:
         raise UsageError("--own-corpus: needs the size of the text; give prepared data with --data DIR")
     if options.preset is not None:
-        config = phases.final_config(phases.preset_config(request), options.hours * 3600, request.length)
+        config = planning.final_config(planning.preset_config(request), options.hours * 3600, request.length)
         from deskside.train.preflight import check_start
 
         check_start(config)

@@ -17,7 +17,7 @@ from deskside.cli.output import print_json
 from deskside.cli.shared_options import launch
 from deskside.config import merge
 from deskside.measurements.store import open_store
-from deskside.pipeline import phases
+from deskside.pipeline import checks, planning
 from deskside.pipeline.pipeline_state import PipelineState
 from deskside.pipeline.state_schema import PHASES
 from deskside.run.directory import RunDirectory, with_resolved_paths
@@ -63,16 +63,16 @@ class Pipeline:
         self.run.event(text)
         say(text)
 
-    def request(self) -> phases.PipelineRequest:
+    def request(self) -> planning.PipelineRequest:
         """Return the pipeline request of the recorded options."""
-        return phases.PipelineRequest.of(self.state.hours, self.options)
+        return planning.PipelineRequest.of(self.state.hours, self.options)
 
     # The phases: `run_phases` calls these methods by name
 
     def doctor(self) -> None:
         machine = this_machine()
-        seconds = phases.doctor_allowance(self.state.hours, machine) - self.state.seconds_spent()
-        result = phases.doctor(machine, seconds, self.say)
+        seconds = checks.doctor_allowance(self.state.hours, machine) - self.state.seconds_spent()
+        result = checks.doctor(machine, seconds, self.say)
         self.state.set_result("doctor", result)
         status = "" if result["status"] == "fit" else f"{result['status']}: "
         self.say(f"doctor: {status}{result['reason']}")
@@ -81,8 +81,8 @@ class Pipeline:
 
     def probe(self) -> None:
         machine = this_cpu() if self.request().on_cpu else this_machine()
-        seconds = phases.allowance(self.state.hours, machine.device) - self.state.seconds_spent()
-        result = phases.probe(machine, open_store(self.request().probes), seconds, self.say)
+        seconds = checks.allowance(self.state.hours, machine.device) - self.state.seconds_spent()
+        result = checks.probe(machine, open_store(self.request().probes), seconds, self.say)
         self.state.set_result("probe", result)
         if result["status"] == "skipped":
             self.say(f"probe: skipped: {result['reason']}")
@@ -108,8 +108,8 @@ class Pipeline:
         self._prepare_data()
         seconds = self.state.seconds_left() - self.state.seconds_reserved()
         native_recipes = self.state.result("doctor").get("native_recipes", [])
-        result, plan = phases.plan(self.request(), seconds, native_recipes)
-        for line in phases.plan_lines(result):
+        result, plan = planning.plan(self.request(), seconds, native_recipes)
+        for line in planning.plan_lines(result):
             self.say(line)
         if plan is not None:
             self.run.write_json("planner.json", plan.to_json())
@@ -126,7 +126,7 @@ class Pipeline:
             return
         from deskside.data.corpus.prepare_sources import prepare_sources
 
-        prepare_sources(merge.build([phases.preset_config(self.request())]), self.say)
+        prepare_sources(merge.build([planning.preset_config(self.request())]), self.say)
 
     def train(self) -> PipelineState | None:
         """Train until the run is finished or stopped. Returns the state of the run that replaces it, if any."""
@@ -181,7 +181,7 @@ class Pipeline:
         # A plan has a length if the text is too small for the hours.
         length = self.options.get("length") or plan.get("length")
         seconds = plan.get("seconds") or self.state.hours * 3600
-        config = phases.final_config(plan["config"], seconds, length)
+        config = planning.final_config(plan["config"], seconds, length)
         pilot = Pilot(
             self.state, with_resolved_paths(config, self.options), plan, self.options["target_loss"]
         )

@@ -50,7 +50,7 @@ class Projection:
 class Pilot(Callback):
     """Training callback of `deskside go`.
 
-    plan: The first result of `phases.plan`. target: The target loss in bits per byte, if given.
+    plan: The first result of `planning.plan`. target: The target loss in bits per byte, if given.
     """
 
     resume_command = "deskside go --resume"
@@ -265,7 +265,7 @@ def better_band(
     considered. The plan has no bands if the user chose the model, or if the pipeline has changed the band before.
 
     Args:
-        plan: The result of `phases.plan`.
+        plan: The result of `planning.plan`.
         tokens: Tokens that the current run will have seen at its end.
         bpb: Loss that the pilot expects at its end.
         unique_tokens: Tokens of the training data.

@@ -118,7 +118,7 @@ def _planned_band(request: PlanRequest, band: Band) -> PlannedBand:
 def _alternatives(request: PlanRequest, chosen: Candidate) -> list[dict[str, Any]]:
     """Return FP8 as an alternative to BF16 if the card and the model's dimensions support it and it is faster.
 
-    `deskside plan` only offers it. `deskside go` chooses it if the doctor finds it right (`pipeline/phases.py`).
+    `deskside plan` only offers it. `deskside go` chooses it if the doctor finds it right (`pipeline/planning.py`).
     """
     setting = chosen.setting
     if setting.precision != "bf16" or OFFERED not in request.card.native:

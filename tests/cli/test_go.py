@@ -17,7 +17,7 @@ import pytest
 import deskside
 from deskside.cli import go as go_command
 from deskside.cli.main import main
-from deskside.pipeline import phases
+from deskside.pipeline import checks, planning
 from deskside.pipeline import pipeline_state as journals
 from deskside.pipeline.pipeline_state import PHASES, PipelineState
 from deskside.run.directory import RunDirectory
@@ -200,7 +200,7 @@ def test_a_failure_before_training_leaves_no_run(
     def unfit(*_: Any) -> dict[str, Any]:
         return {"status": "unfit", "reason": "the sums are wrong"}
 
-    monkeypatch.setattr(phases, "doctor", unfit)
+    monkeypatch.setattr(checks, "doctor", unfit)
     line = refused(argv(data), capsys, code=1)
     assert line == "training cannot work here: the sums are wrong; see deskside doctor"
     assert list((here / "runs").iterdir()) == []
@@ -254,9 +254,9 @@ def test_a_wait_for_the_answer_does_not_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     planned: list[float] = []
-    original, clock = phases.plan, virtual(monkeypatch)
+    original, clock = planning.plan, virtual(monkeypatch)
 
-    def plan(request: phases.PipelineRequest, available: float, native_recipes: list[str]) -> Any:
+    def plan(request: planning.PipelineRequest, available: float, native_recipes: list[str]) -> Any:
         planned.append(available)
         return original(request, available, native_recipes)
 
@@ -264,7 +264,7 @@ def test_a_wait_for_the_answer_does_not_count(
         clock.now += seconds
         return "y"
 
-    monkeypatch.setattr(phases, "plan", plan)
+    monkeypatch.setattr(planning, "plan", plan)
     monkeypatch.setattr("builtins.input", answer)
     monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
     assert main([word for word in argv(data) if word != "--yes"]) == 0
@@ -453,7 +453,7 @@ def measuring(words: list[str], mark: str) -> None:
         child_process.run("subprocess:call", {"args": lasting}, 600)
         return {}
 
-    phases.doctor = doctor  # type: ignore[assignment]
+    checks.doctor = doctor  # type: ignore[assignment]
     go(words)
 
 
@@ -564,12 +564,14 @@ def test_the_plan_is_for_all_gpus(here: Path, data: Path, monkeypatch: pytest.Mo
         asked.append(question)
         raise UsageError("not measured")
 
-    monkeypatch.setattr(phases, "make_request", make_request)
+    monkeypatch.setattr(planning, "make_request", make_request)
     options = {"preset": "124m", "data": None, "given": {}, "gpu_budget": None, "probes": "probes", "gpus": 4}
-    result, _ = phases.plan(phases.PipelineRequest.of(1.0, options), 3000.0)
+    result, _ = planning.plan(planning.PipelineRequest.of(1.0, options), 3000.0)
     assert asked[-1].gpus == 4 and result["config"]["batch"]["tokens"] == 131072
     # Processes on a CPU share its cores.
-    phases.plan(phases.PipelineRequest.of(1.0, {**options, "given": {"compute": {"device": "cpu"}}}), 3000.0)
+    planning.plan(
+        planning.PipelineRequest.of(1.0, {**options, "given": {"compute": {"device": "cpu"}}}), 3000.0
+    )
     assert asked[-1].gpus == 1
 
 
@@ -604,10 +606,10 @@ def test_a_target_out_of_reach(
 
 def two_bands(patch: pytest.MonkeyPatch) -> None:
     """Replace the plan by one whose speed is far too high, with a band that is better at the real speed."""
-    original = phases.plan
+    original = planning.plan
 
     def wrong(
-        request: phases.PipelineRequest, seconds: float, native_recipes: list[str]
+        request: planning.PipelineRequest, seconds: float, native_recipes: list[str]
     ) -> tuple[dict[str, Any], None]:
         found, _ = original(request, seconds, native_recipes)
         band = {
@@ -626,7 +628,7 @@ def two_bands(patch: pytest.MonkeyPatch) -> None:
         }
         return {"status": "made", "reasons": [], "source": "a test", **band, "bands": [other, band]}, None
 
-    patch.setattr(phases, "plan", wrong)
+    patch.setattr(planning, "plan", wrong)
 
 
 @pytest.mark.full

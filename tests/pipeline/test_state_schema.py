@@ -13,12 +13,12 @@ import pytest
 import deskside
 from deskside.cli.main import main
 from deskside.config import merge
-from deskside.pipeline import phases
+from deskside.pipeline import planning
 from deskside.pipeline.pilot import Pilot, better_band
 from deskside.pipeline.pipeline_state import PipelineState
 from deskside.run.directory import RunDirectory
 from deskside.utils.errors import RunError, UsageError
-from tests.pipeline.test_phases import card, make_request
+from tests.pipeline.test_planning import card, make_request
 
 __all__ = ["card"]  # a fixture
 OTHERS: list[Any] = [None, "x", [], {}, 0, -1, float("nan"), 1e308]
@@ -41,7 +41,7 @@ FREE = (
 def good(card: Any, data: Path, tmp_path: Path) -> dict[str, Any]:
     """The state of a pipeline that trains the planner's choice, with another band beside it."""
     del card
-    plan, _ = phases.plan(make_request(data, tmp_path), 6900.0)
+    plan, _ = planning.plan(make_request(data, tmp_path), 6900.0)
     bands = [band for band in plan["bands"] if band["name"] == plan["name"]]
     bands.append({**bands[0], "name": "other", "config": {}})
     return {
@@ -88,16 +88,16 @@ def replaced(state: dict[str, Any], place: tuple[Any, ...], value: Any) -> dict[
 def used(state: PipelineState) -> None:
     """Use the state as a resumed pipeline does."""
     plan, options = state.result("plan"), state.data["options"]
-    config = phases.final_config(plan["config"], state.hours * 3600)
+    config = planning.final_config(plan["config"], state.hours * 3600)
     pilot = Pilot(state, config, plan, options["target_loss"])
     assert pilot.band_share_left() >= 0 and state.seconds_left() < 1e10 and isinstance(pilot.planned(), dict)
     better_band(plan, 2 * plan["tokens"][1], 1.0, 10**9, 0.9)
-    phases.plan_lines(plan)
+    planning.plan_lines(plan)
     assert state.continued_in is None or state.continued_in.name
     if options["data"] not in (None, "x"):
         try:
             merge.build(
-                [phases.given_layer(make_request(Path(options["data"]), Path(), given=options["given"]))]
+                [planning.given_layer(make_request(Path(options["data"]), Path(), given=options["given"]))]
             )
         except UsageError as error:  # of an option set by hand, as on the command line
             assert "seed" in str(error) or "there is no such option" in str(error)
