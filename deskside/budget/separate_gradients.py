@@ -12,7 +12,7 @@ Muon updates the matrices of one weight at a time. A test compares WAITING with 
 
 from deskside.budget.sizes import Sizes
 from deskside.budget.states import BUFFERS, PIECE
-from deskside.budget.step_spec import StepSpec
+from deskside.budget.step_spec import QUANTIZED_STATES, StepSpec
 
 WAITING = 2  # gradients whose work on the side stream has not finished
 # Bytes per weight of Muon's stack, at most: bfloat16 direction, two float16 iterates, and four matrices on the shorter
@@ -28,7 +28,7 @@ def has_side_stream(spec: StepSpec) -> bool:
 
 def has_float32_directions(spec: StepSpec) -> bool:
     """Return True if Muon's directions are in float32: of streamed momentum, unless it has 8 bits."""
-    return spec.offload_optimizer and spec.states not in ("8bit", "4bit")
+    return spec.offload_optimizer and spec.states not in QUANTIZED_STATES
 
 
 def gradients_in_backward(s: Sizes) -> float:

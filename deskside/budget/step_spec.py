@@ -9,6 +9,7 @@ Checkpointing = Literal["none", "attention", "mlp", "block"]
 OptimizerName = Literal["muon", "adamw"]
 CopyLifetime = Literal["pass", "step", "use"]
 StateFormat = Literal["float32", "bfloat16", "8bit", "4bit"]
+QUANTIZED_STATES: tuple[StateFormat, ...] = ("8bit", "4bit")  # in blocks, each with a scale
 WeightFormat = Literal["float32", "bfloat16", "24bit"]
 GradientFormat = Literal["float32", "bfloat16"]
 AveragePlace = Literal["none", "device", "host"]

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from deskside.budget.step_spec import GradientPlace, StateFormat, WeightFormat
+from deskside.budget.step_spec import QUANTIZED_STATES, GradientPlace, StateFormat, WeightFormat
 from deskside.config.base import Part
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -223,7 +223,7 @@ class MuonConfig(Part):
     @property
     def momentum_in_8_bits(self) -> bool:
         """True if Muon's momentum has 8 bits."""
-        return self.states in ("8bit", "4bit")
+        return self.states in QUANTIZED_STATES
 
     @property
     def uses_row_sums(self) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from deskside.budget.scaling import Scaling
+from deskside.budget.step_spec import QUANTIZED_STATES
 from deskside.config.optim import AdamWConfig, MuonConfig
 from deskside.optim import adamw as adamw_module
 from deskside.optim.adamw import AdamW, AdamWGroup
@@ -345,7 +346,7 @@ def _check_parameter(info: ParameterInfo, config: AdamWConfig | MuonConfig) -> N
         raise UsageError(
             f"parameter '{info.name}' is on device '{device}'; move the model to a CPU or GPU first"
         )
-    if is_sharded(info.parameter) and (config.offload or config.states in ("8bit", "4bit")):
+    if is_sharded(info.parameter) and (config.offload or config.states in QUANTIZED_STATES):
         option = "optim.offload" if config.offload else f"optim.states: {config.states}"
         raise UsageError(
             f"{option} needs whole weights, and parallel.mode shard splits them; use parallel.mode replicate"

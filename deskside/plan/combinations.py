@@ -11,7 +11,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from deskside.budget.format_costs import LowFormat, Precision, quantized
-from deskside.budget.step_spec import GradientPlace, OptimizerName, StateFormat, WeightFormat
+from deskside.budget.step_spec import (
+    QUANTIZED_STATES,
+    GradientPlace,
+    OptimizerName,
+    StateFormat,
+    WeightFormat,
+)
 from deskside.config import merge
 from deskside.config.dimensions import check_dimensions
 from deskside.config.recipes import recipe_named
@@ -152,7 +158,7 @@ def optimizer_changes(
             setting if name == setting.optimizer else replace(setting, optimizer="muon", master_weights=False)
         )
         optimizer_cost = OTHER_OPTIMIZER_COST if name != setting.optimizer else 0
-        small: tuple[StateFormat, ...] = ("bfloat16",) if base.sharded else ("8bit", "4bit")
+        small: tuple[StateFormat, ...] = ("bfloat16",) if base.sharded else QUANTIZED_STATES
         if name == "muon" and not base.sharded:
             small = ("bfloat16", "8bit")  # Muon's momentum takes 8 bits with 4bit too
         full_training = base.adapter is None and not base.sharded and base.precision != "fp32"

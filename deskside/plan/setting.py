@@ -11,7 +11,7 @@ from typing import Any, Literal
 from deskside.budget.adapters import training_flops_per_token
 from deskside.budget.format_costs import LowFormat, emulated, quantized
 from deskside.budget.host_memory import checkpoint_bytes, fits_host, host_memory
-from deskside.budget.step_spec import Precision, StepOptions, StepSpec
+from deskside.budget.step_spec import QUANTIZED_STATES, Precision, StepOptions, StepSpec
 from deskside.config import recipes
 from deskside.config.dimensions import model_uncovered_reason
 from deskside.config.gpu_batch import rows_each
@@ -88,7 +88,7 @@ class Setting(StepOptions):
     @property
     def shardable(self) -> bool:
         """True if training supports sharding of this setting over several GPUs."""
-        memory_saving = self.states in ("8bit", "4bit") or self.offload_optimizer or self.adapter is not None
+        memory_saving = self.states in QUANTIZED_STATES or self.offload_optimizer or self.adapter is not None
         in_float32 = self.weights == self.gradient_dtype == "float32" and self.gradients == "device"
         alone = self.context == 1 and self.graphs != "on"
         return not quantized(self.precision) and not memory_saving and in_float32 and alone

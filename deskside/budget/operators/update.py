@@ -10,6 +10,7 @@ from deskside.budget.replicas import update_shares
 from deskside.budget.shape import Shape
 from deskside.budget.sizes import Sizes
 from deskside.budget.states import ADAMW_STATE_BYTES, MUON_STATE_BYTES, average_bytes, trained_weights
+from deskside.budget.step_spec import QUANTIZED_STATES
 
 # Bytes per weight with float32 states, by (AdamW, Muon). AdamW reads weight, gradient (twice because of clipping) and
 # two moments, and writes weight and moments. Muon's number was fitted.
@@ -58,7 +59,7 @@ def optimizer_update(s: Sizes) -> list[Operator]:
     # States below 32 bits are smaller to read and to write.
     adamw -= 2 * (ADAMW_STATE_BYTES["float32"] - ADAMW_STATE_BYTES[spec.states])
     muon -= 2 * (MUON_STATE_BYTES["float32"] - MUON_STATE_BYTES[spec.states])
-    if spec.states in ("8bit", "4bit"):  # 4 bits: not measured
+    if spec.states in QUANTIZED_STATES:  # 4 bits: not measured
         adamw, muon = adamw + QUANTIZED_ADAMW_WORK, muon + QUANTIZED_MUON_WORK
     if spec.weights != "float32":
         adamw, muon = adamw - BFLOAT16_ADAMW_SAVING, muon - BFLOAT16_MUON_SAVING
