@@ -1,7 +1,7 @@
 """Bundle data and packages for a GPU machine without internet access that accepts only small files.
 
     python -m benchmarks.bundle pack --out DIR [--folder NAME=PATH ...] [--wheels LIST ...] [--python 3.12]
-        [--part-mib 16]
+        [--part-mib 12]
     python benchmarks/bundle.py unpack DIR/* --to THERE   # on the remote machine; needs only the standard library
 
 `pack` writes folders DIR/1, DIR/2 ..., each with one piece of a compressed archive and the same index.json. They can
@@ -178,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     packing.add_argument("--folder", action="append", default=[], metavar="NAME=PATH")
     packing.add_argument("--wheels", action="append", default=[], type=Path, metavar="LIST")
     packing.add_argument("--python", default="3.12", help="Python version of the remote machine")
-    packing.add_argument("--part-mib", type=float, default=16.0)
+    packing.add_argument("--part-mib", type=float, default=12.0)
     unpacking = commands.add_parser("unpack", allow_abbrev=False)
     unpacking.add_argument("parts", nargs="+", type=Path)
     unpacking.add_argument("--to", type=Path, required=True)

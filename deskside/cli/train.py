@@ -272,10 +272,9 @@ def _upcycled_layers(
     """Return the layers of a mixture of experts that starts as the dense model `initial`.
 
     layers: of the preset or depth; [] takes the shape of the dense model. Unless they are set, the width of an expert
-    is that of the dense MLP, and the weight of the load-balancing loss is larger than for random weights.
+    is that of the dense MLP, and the weight of the load-balancing loss is the default, not the one in the file of the
+    dense model, where it has no effect.
     """
-    from deskside.weights.upcycle import ROUTER_AUX_LOSS_COEF
-
     if initial is None:
         raise UsageError("--upcycle: upcycle which dense model? add --init MODEL")
     dense = initial.config
@@ -286,7 +285,7 @@ def _upcycled_layers(
             {
                 "model": {
                     "moe_intermediate_size": dense.intermediate_size,
-                    "router_aux_loss_coef": ROUTER_AUX_LOSS_COEF,
+                    "router_aux_loss_coef": ModelConfig().router_aux_loss_coef,
                 }
             }
         )

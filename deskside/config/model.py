@@ -139,7 +139,7 @@ class ModelConfig(Part):
     fused_qkv: bool = Field(True, description="one weight for q, k and v")
     fused_gate_up: bool = Field(True, description="one weight for gate and up")
     initializer_range: PositiveFloat = Field(
-        0.02, description="standard deviation for embeddings; see model/init.py"
+        0.02, description="standard deviation of new embeddings; see model/init.py"
     )
 
     num_experts: int = Field(0, ge=0, le=1 << 16, description="experts per MoE layer; 0 is a dense model")
@@ -156,7 +156,9 @@ class ModelConfig(Part):
     scoring_func: Literal["softmax", "sigmoid"] = Field(
         "softmax", description="the router's scores: softmax (Qwen3-MoE), or sigmoid with a bias (dots.llm1)"
     )
-    router_aux_loss_coef: float = Field(0.001, ge=0, description="weight of the load-balancing loss")
+    # With 0.001, the default of transformers, two of eight experts got most of the choices in every run on a GPU; with
+    # 0.01, as in Switch Transformer, none did (docs/experts.md).
+    router_aux_loss_coef: float = Field(0.01, ge=0, description="weight of the load-balancing loss")
     router_z_loss_coef: float = Field(
         0.0,
         ge=0,

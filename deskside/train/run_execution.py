@@ -17,6 +17,7 @@ from deskside.train.evaluation import Evaluator
 from deskside.train.loop.callbacks import Callback, OnFirstStep, RunLog, Terminal, trackers
 from deskside.train.loop.clock import Clock, StepPlan
 from deskside.train.loop.gpu_sharing import GpuSharingWatch
+from deskside.train.loop.loss_rise import LossRiseWatch
 from deskside.train.loop.overfitting import OverfittingWatch, validation_loss
 from deskside.train.loop.router_collapse import RouterCollapseWatch
 from deskside.train.loop.stage_work import StageWork
@@ -88,7 +89,12 @@ class RunExecution:
         self.watch = OverfittingWatch()
         card = NvmlDevice.from_torch(world.device) if world.device.type == "cuda" else None
         self.sharing = GpuSharingWatch(card)
-        self.watches = (self.watch, self.sharing, RouterCollapseWatch(config.model))
+        self.watches = (
+            self.watch,
+            self.sharing,
+            RouterCollapseWatch(config.model),
+            LossRiseWatch(config.model),
+        )
         if resumed and (run.path / "plan.json").exists():
             self.recorded = recorded_plan(run)
         assert config.schedule.length is not None  # checked by `preflight.check_start`

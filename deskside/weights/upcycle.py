@@ -23,10 +23,6 @@ from deskside.ops.logical import logical_tensors
 from deskside.ops.moe import ROUTER_BIAS
 from deskside.utils.errors import UsageError
 
-# The default weight of the load-balancing loss. All copies compute the same at first, so nothing else keeps a router
-# from choosing one copy for all tokens: with 0.001, it did, and with 0.01 in none of three seeds (docs/experts.md).
-ROUTER_AUX_LOSS_COEF = 0.01
-
 _EXPERT = re.compile(r"experts\.(\d+)\.")  # in the name of a tensor
 # Options that may differ: those of the experts, those of the dense MLP that experts do not have, and those that change
 # how weights are stored or trained, but not what the model computes.

@@ -54,7 +54,7 @@ LIVE_AND_DEAD: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any]]] = {
         {"model": {"num_experts": 0}},
     ),
     ("model.router_aux_loss_coef", "model.num_experts"): (
-        {"model": {"num_experts": 8, "router_aux_loss_coef": 0.01}},
+        {"model": {"num_experts": 8, "router_aux_loss_coef": 0.02}},
         {"model": {"num_experts": 0}},
     ),
     ("model.scoring_func", "model.num_experts"): (

@@ -37,6 +37,17 @@ def test_initialisation_says_what_it_does() -> None:
     )
 
 
+def test_large_embeddings_leave_the_router_small() -> None:
+    shape = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "hidden_size": 256}
+    model = Transformer(ModelConfig(**{**TINY, **shape, "initializer_range": 1.0}))
+    initialize(model, 0)
+    std = {t.name: float(t.view.std()) for t in logical_tensors(model)}
+    assert [value for name, value in std.items() if name.endswith("router.weight")] == pytest.approx(
+        [0.02] * TINY["num_hidden_layers"], rel=0.1
+    )
+    assert std["embed.weight"] == pytest.approx(1.0, rel=0.05)
+
+
 def test_q_norm_init_multiplies_the_scores_alone() -> None:
     plain, sharp = (Transformer(ModelConfig(**TINY, q_norm_init=gain)) for gain in (1.0, 4.0))
     for model in (plain, sharp):

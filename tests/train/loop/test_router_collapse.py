@@ -73,7 +73,8 @@ def test_it_takes_half_of_the_layers_in_consecutive_rows(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("options", "remedy"),
     [
-        ({}, "--model.router_aux_loss_coef 0.01"),
+        ({}, "--model.router_aux_loss_coef 0.1"),
+        ({"router_aux_loss_coef": 0.001}, "--model.router_aux_loss_coef 0.01"),
         ({"router_aux_loss_coef": 0.02}, "--model.router_aux_loss_coef 0.2"),
         (
             {"scoring_func": "sigmoid", "router_bias_update_rate": 0.001},

@@ -1,0 +1,77 @@
+"""The warning of a loss that rises above that of an untrained model: in measured runs, and in a run."""
+
+import json
+import math
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zstandard
+
+from deskside.config.model import ModelConfig
+from deskside.run.directory import RunDirectory
+from deskside.train.loop.loss_rise import LossRiseWatch
+from deskside.utils.signals import StopSignal
+from tests.train import tiny_run
+from tests.train.tiny_run import events
+
+DATA = Path(__file__).parents[3] / "docs" / "data"
+
+
+def warnings(
+    losses: list[float | None], folder: Path, first_step: int = 1, vocab_size: int = 32768
+) -> list[str]:
+    """Return the warnings of a watch that sees steps with these losses."""
+    folder.mkdir()
+    run, watch = RunDirectory(folder), LossRiseWatch(ModelConfig(vocab_size=vocab_size))
+    watch.begin(run, StopSignal(), None)  # type: ignore[arg-type]
+    for step, loss in enumerate(losses, first_step):
+        watch.on_step({"step": step, "loss": loss}, len(losses))
+    path = folder / "events.log"
+    return path.read_text().splitlines() if path.exists() else []
+
+
+@pytest.mark.parametrize(
+    ("archive", "vocab_size", "rising"),
+    [
+        (
+            "2026-11-28-memory/memory-head.tar.zst",
+            32768,
+            {f"formats-formats_{x}" for x in ("4bit-s1", "4bit-s2", "4bit-s3", "8bit-s1", "8bit-s2")}
+            | {f"formats-formats_weights-s{seed}" for seed in (1, 2, 3)},
+        ),
+        ("2026-11-28-memory/memory-muon.tar.zst", 32768, set()),
+        ("2026-11-29-languages/languages.tar.zst", 50304, set()),
+        ("2026-11-30-prices/steps-prices-scores.tar.zst", 50304, {"limit-15", "limit-22.5", "limit-28"}),
+    ],
+)
+def test_measured_runs(archive: str, vocab_size: int, rising: set[str], tmp_path: Path) -> None:
+    found = set()
+    with zstandard.open(DATA / archive) as packed, tarfile.open(fileobj=packed, mode="r|") as files:
+        for member in files:
+            content = files.extractfile(member) if member.name.endswith("/metrics.jsonl") else None
+            if content is None:
+                continue
+            rows: list[dict[str, Any]] = [json.loads(line) for line in content]
+            name = member.name.split("/")[-2]
+            losses = [row["loss"] for row in rows if "grad_norm" in row]
+            if warnings(losses, tmp_path / name, vocab_size=vocab_size):
+                found.add(name)
+    assert found == rising
+
+
+def test_it_is_said_once_and_only_of_new_models(tmp_path: Path) -> None:
+    new = math.log(32768)
+    assert len(warnings([new, None, 12.0, math.nan, 13.0], tmp_path / "once")) == 1
+    assert not warnings([new, 1.05 * new, math.nan, math.inf, None, 5.0], tmp_path / "noise")
+    assert not warnings([2.0, 5.0, 20.0], tmp_path / "trained")
+    assert not warnings([9.0, 20.0], tmp_path / "resumed", first_step=30)
+
+
+def test_a_run_with_too_high_a_rate(data: Path, tmp_path: Path) -> None:
+    schedule = {"length": "12 steps", "warmup": 0.0}
+    config = tiny_run.config(data, schedule=schedule, optim={"name": "adamw", "lr": 0.3, "scale": False})
+    assert "--schedule.warmup" in events(tiny_run.train(tmp_path, config, "high").run.path)
+    config = tiny_run.config(data, schedule=schedule, optim={"name": "adamw", "lr": 1e-3, "scale": False})
+    assert "--schedule.warmup" not in events(tiny_run.train(tmp_path, config, "low").run.path)
