@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from deskside.config.model import ModelConfig
+from deskside.model import init
 from deskside.model.init import initialize
 from deskside.model.transformer import Transformer
 from deskside.train.loop.routers import Routers
@@ -120,7 +121,10 @@ def test_a_choice_that_was_not_computed_is_counted() -> None:
     assert dropped > 0 and metrics["experts"]["dropped_tokens"] == [dropped] * layers
 
 
-def test_the_bias_balances_a_router_that_prefers_one_expert(data: Path, tmp_path: Path) -> None:
+def test_the_bias_balances_a_router_that_prefers_one_expert(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(init, "ROUTER_STD", 0.5)
     imbalance = {}
     for rate in (0.0, 0.05):
         model = {**BIASED, "router_bias_update_rate": rate, "initializer_range": 0.5}
