@@ -156,8 +156,8 @@ class ModelConfig(Part):
     scoring_func: Literal["softmax", "sigmoid"] = Field(
         "softmax", description="the router's scores: softmax (Qwen3-MoE), or sigmoid with a bias (dots.llm1)"
     )
-    # With 0.001, the default of transformers, two of eight experts got most of the choices in every run on a GPU; with
-    # 0.01, as in Switch Transformer, none did (docs/experts.md).
+    # With 0.001, the default of transformers, the routers of our runs on GPUs were uneven or collapsed; with 0.01, as
+    # in Switch Transformer, they were not (docs/experts.md).
     router_aux_loss_coef: float = Field(0.01, ge=0, description="weight of the load-balancing loss")
     router_z_loss_coef: float = Field(
         0.0,

@@ -18,6 +18,7 @@ from deskside.utils.child_process import cpu_cores
 from deskside.utils.splitmix import derive_seed
 
 MAX_THREADS = 8  # limits the memory, as each thread has a buffer for a whole tensor
+# Not initializer_range: with embeddings of 1, a router like them would begin with near certainty.
 ROUTER_STD = 0.02
 OUTPUT_PROJECTIONS = ("o_proj.weight", "down_proj.weight")
 
@@ -66,7 +67,7 @@ def initialize(model: Transformer, seed: int, options: InitOptions | None = None
       arXiv 2203.03466). Uniform, so that no entry begins as an outlier.
     - Matrices that write to the stream (o, down): zero. Each sublayer then begins as the identity, and the depth of the
       model does not change the size of the first steps (Zhang et al. 2019, arXiv 1901.09321).
-    - The router: normal, 0.02 whatever the embeddings have, so that all experts begin with nearly equal probability.
+    - The router: normal, ROUTER_STD, so that all experts begin with nearly equal probability.
     - An untied head: normal, head_std, so that the first prediction is nearly uniform and the first loss is
       close to log(vocab_size). Not zero, because nothing below the head would then have a gradient in the first step.
     """

@@ -1,4 +1,4 @@
-"""Warning that the loss of a new model rises: its first updates are too large, and it may stay worse to its end.
+"""Warning that the loss of a new model rises: its updates are too large, and it may stay worse to its end.
 
 A new model begins near equal probabilities, with a loss of log(vocab_size). Nothing that it learns should make it worse
 than that. Of 279 measured runs from random weights, the loss of 24 rose by more than a tenth, half of them with AdamW
@@ -38,7 +38,7 @@ class LossRiseWatch(Callback):
             return
         RunLog(self._run).say(
             f"warning: the loss of step {row['step']} is {loss:.2f}, above that of an untrained model "
-            f"({self._limit / RISE:.2f}): the first updates are too large, and the loss may stay too high for the "
+            f"({self._limit / RISE:.2f}): the updates are too large, and the loss may stay too high for the "
             "whole run; start again with a longer --schedule.warmup or a lower --optim.lr"
         )
         self._limit = math.inf
