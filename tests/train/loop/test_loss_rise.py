@@ -1,35 +1,24 @@
 """The warning of a loss that rises above that of an untrained model: in measured runs, and in a run."""
 
-import json
 import math
-import tarfile
 from pathlib import Path
-from typing import Any
 
 import pytest
-import zstandard
 
 from deskside.config.model import ModelConfig
-from deskside.run.directory import RunDirectory
 from deskside.train.loop.loss_rise import LossRiseWatch
-from deskside.utils.signals import StopSignal
 from tests.train import tiny_run
+from tests.train.loop import watches
+from tests.train.loop.watches import measured_runs
 from tests.train.tiny_run import events
-
-DATA = Path(__file__).parents[3] / "docs" / "data"
 
 
 def warnings(
     losses: list[float | None], folder: Path, first_step: int = 1, vocab_size: int = 32768
 ) -> list[str]:
     """Return the warnings of a watch that sees steps with these losses."""
-    folder.mkdir()
-    run, watch = RunDirectory(folder), LossRiseWatch(ModelConfig(vocab_size=vocab_size))
-    watch.begin(run, StopSignal(), None)  # type: ignore[arg-type]
-    for step, loss in enumerate(losses, first_step):
-        watch.on_step({"step": step, "loss": loss}, len(losses))
-    path = folder / "events.log"
-    return path.read_text().splitlines() if path.exists() else []
+    rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses, first_step)]
+    return watches.warnings(LossRiseWatch(ModelConfig(vocab_size=vocab_size)), rows, folder)
 
 
 @pytest.mark.parametrize(
@@ -48,16 +37,9 @@ def warnings(
 )
 def test_measured_runs(archive: str, vocab_size: int, rising: set[str], tmp_path: Path) -> None:
     found = set()
-    with zstandard.open(DATA / archive) as packed, tarfile.open(fileobj=packed, mode="r|") as files:
-        for member in files:
-            content = files.extractfile(member) if member.name.endswith("/metrics.jsonl") else None
-            if content is None:
-                continue
-            rows: list[dict[str, Any]] = [json.loads(line) for line in content]
-            name = member.name.split("/")[-2]
-            losses = [row["loss"] for row in rows if "grad_norm" in row]
-            if warnings(losses, tmp_path / name, vocab_size=vocab_size):
-                found.add(name)
+    for name, rows in measured_runs(archive, "grad_norm"):
+        if warnings([row["loss"] for row in rows], tmp_path / name, vocab_size=vocab_size):
+            found.add(name)
     assert found == rising
 
 

@@ -1,34 +1,23 @@
 """The warning of collapsed routers: in the measured runs with and without a collapse, and in a run."""
 
-import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
-import zstandard
 
 from deskside.config.model import ModelConfig
-from deskside.run.directory import RunDirectory
 from deskside.train.loop import router_collapse
 from deskside.train.loop.router_collapse import ROWS, RouterCollapseWatch
-from deskside.utils.signals import StopSignal
 from tests.train import tiny_run
+from tests.train.loop import watches
+from tests.train.loop.watches import measured_runs
 from tests.train.tiny_run import events
 
-DATA = Path(__file__).parents[3] / "docs" / "data"
 CONFIG = ModelConfig(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64)
 
 
 def warnings(rows: list[dict[str, Any]], folder: Path, config: ModelConfig = CONFIG) -> list[str]:
-    """Return the warnings of a watch that sees these rows of metrics.jsonl."""
-    folder.mkdir()
-    run, watch = RunDirectory(folder), RouterCollapseWatch(config)
-    watch.begin(run, StopSignal(), None)  # type: ignore[arg-type]
-    for row in rows:
-        watch.on_step(row, len(rows))
-    path = folder / "events.log"
-    return path.read_text().splitlines() if path.exists() else []
+    return watches.warnings(RouterCollapseWatch(config), rows, folder)
 
 
 def loads(*first_two: float) -> dict[str, Any]:
@@ -48,17 +37,10 @@ def loads(*first_two: float) -> dict[str, Any]:
 )
 def test_measured_runs(archive: str, mixtures: int, collapsed: set[str], tmp_path: Path) -> None:
     found, count = set(), 0
-    with zstandard.open(DATA / archive) as packed, tarfile.open(fileobj=packed, mode="r|") as files:
-        for member in files:
-            if not member.name.endswith("/metrics.jsonl"):
-                continue
-            content = files.extractfile(member)
-            assert content is not None
-            rows = [json.loads(line) for line in content if b'"experts"' in line]
-            count += bool(rows)
-            name = member.name.split("/")[-2]
-            if warnings(rows, tmp_path / name):
-                found.add(name)
+    for name, rows in measured_runs(archive, "experts"):
+        count += bool(rows)
+        if warnings(rows, tmp_path / name):
+            found.add(name)
     assert (count, found) == (mixtures, collapsed)
 
 
