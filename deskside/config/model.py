@@ -139,7 +139,9 @@ class ModelConfig(Part):
     fused_qkv: bool = Field(True, description="one weight for q, k and v")
     fused_gate_up: bool = Field(True, description="one weight for gate and up")
     initializer_range: PositiveFloat = Field(
-        0.02, description="standard deviation of new embeddings; see model/init.py"
+        0.02,
+        description="standard deviation of new embeddings; default: 0.02, or 1 / embedding_multiplier if AdamW has a "
+        "rate of its own for embeddings and they are not the head too (model/init.py)",
     )
 
     num_experts: int = Field(0, ge=0, le=1 << 16, description="experts per MoE layer; 0 is a dense model")

@@ -15,7 +15,7 @@ from deskside.config.average import AverageConfig
 from deskside.config.base import DataKind, Part
 from deskside.config.dimensions import NATIVE_FP4_UNIT
 from deskside.config.model import ModelConfig
-from deskside.config.optim import MuonConfig, OptimConfig
+from deskside.config.optim import ADAMW_EMBEDDING_STD, AdamWConfig, MuonConfig, OptimConfig
 from deskside.config.run_checks import check_parts_together, check_run_dimensions
 from deskside.config.schedule import ScheduleConfig, Stage, WsdConfig, grown
 from deskside.config.sections import (
@@ -96,6 +96,17 @@ class RunConfig(Part):
             mean += (stage.until - start) * self.stage_tokens(stage)
             start = stage.until
         return mean
+
+    @model_validator(mode="after")
+    def _set_initializer_range(self) -> "RunConfig":
+        # A tied embedding is the head too: beginning at 1, its logits would be near sqrt(hidden_size). With the rate of
+        # the matrices, embeddings of 1 would hardly move.
+        tied = self.model.tie_word_embeddings or self.schedule.tied_until > 0
+        own_rate = isinstance(self.optim, AdamWConfig) and self.optim.embedding_lr is not None
+        if own_rate and not tied and "initializer_range" not in self.model.model_fields_set:
+            std = ADAMW_EMBEDDING_STD / self.model.embedding_multiplier
+            object.__setattr__(self, "model", self.model.model_copy(update={"initializer_range": std}))
+        return self
 
     @model_validator(mode="after")
     def _check_parts_together(self) -> "RunConfig":

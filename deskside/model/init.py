@@ -60,7 +60,8 @@ def initialize(model: Transformer, seed: int, options: InitOptions | None = None
 
     - Norm weights one (those of queries: q_norm_init), biases zero: the norms begin as plain normalization.
     - Token and position embeddings: normal, initializer_range. A norm follows before they are read, so their scale only
-      determines the relative size of the first updates to the residual stream. A tied embedding is also the head; its
+      determines the relative size of the first updates to the residual stream. Its default depends on the optimizer
+      (`RunConfig`). A tied embedding is also the head; its
       logits then begin near initializer_range * sqrt(hidden_size).
     - Matrices that read the stream (q, k, v, gate, up): uniform with standard deviation 1 / sqrt(fan-in), which keeps
       unit-scale inputs at unit scale for any width (LeCun et al. 1998; the width rule of muP, Yang et al. 2022,

@@ -193,4 +193,5 @@ def test_recipe_changes_one_thing_at_a_time() -> None:
         parts = {
             key.rsplit(".", 1)[0] for key in before.keys() | after.keys() if before.get(key) != after.get(key)
         }
-        assert parts and (len(parts) == 1 or arm.id == "with-batch-growth"), arm.id
+        # Embeddings of an AdamW run begin with another standard deviation.
+        assert parts and (len(parts) == 1 or arm.id in ("with-batch-growth", "no-muon")), arm.id
