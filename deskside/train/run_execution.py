@@ -17,11 +17,11 @@ from deskside.train.evaluation import Evaluator
 from deskside.train.loop.callbacks import Callback, OnFirstStep, RunLog, Terminal, trackers
 from deskside.train.loop.clock import Clock, StepPlan
 from deskside.train.loop.gpu_sharing import GpuSharingWatch
-from deskside.train.loop.loss_rise import LossRiseWatch
 from deskside.train.loop.overfitting import OverfittingWatch, validation_loss
 from deskside.train.loop.router_collapse import RouterCollapseWatch
 from deskside.train.loop.stage_work import StageWork
 from deskside.train.loop.trainer import RunLength, Trainer, TrainProgress
+from deskside.train.loop.unstable_start import UnstableStartWatch
 from deskside.train.nvml import NvmlDevice
 from deskside.train.objective import Objective, Session
 from deskside.train.parallel import World
@@ -93,7 +93,7 @@ class RunExecution:
             self.watch,
             self.sharing,
             RouterCollapseWatch(config.model),
-            LossRiseWatch(config.model),
+            UnstableStartWatch(config),
         )
         if resumed and (run.path / "plan.json").exists():
             self.recorded = recorded_plan(run)

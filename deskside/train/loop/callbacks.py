@@ -58,6 +58,17 @@ class Callback:
         return {}
 
 
+class Watch(Callback):
+    """Base class of callbacks that warn about the run."""
+
+    def begin(self, run: RunDirectory, stop: StopSignal, validation: RowDataset) -> None:
+        self.run = run
+
+    def warn(self, text: str) -> None:
+        """Print a warning, and write it into events.log."""
+        RunLog(self.run).say(f"warning: {text}")
+
+
 class ReserveReportTime(Callback):
     """Reserves time for the report, which the command writes after the run but within the same limit."""
 

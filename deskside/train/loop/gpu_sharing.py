@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from deskside.run.directory import RunDirectory
-from deskside.train.loop.callbacks import Callback, RunLog
+from deskside.train.loop.callbacks import Watch
 from deskside.train.nvml import NvmlDevice
 from deskside.train.objective import RowDataset
 from deskside.utils.signals import StopSignal
@@ -18,7 +18,7 @@ from deskside.utils.signals import StopSignal
 CHECK_SECONDS = 10.0  # between two queries of the driver, which keeps its samples for about that long
 
 
-class GpuSharingWatch(Callback):
+class GpuSharingWatch(Watch):
     """Training callback that asks the driver every `CHECK_SECONDS` for other processes that compute on the GPU.
 
     gpu: None if there is none, or if NVML cannot be used. clock: seconds since the epoch.
@@ -29,7 +29,7 @@ class GpuSharingWatch(Callback):
         self._checks = self._shared = 0
 
     def begin(self, run: RunDirectory, stop: StopSignal, validation: RowDataset) -> None:
-        self._run = run
+        super().begin(run, stop, validation)
         self._last = self._clock()
 
     def on_step(self, row: dict[str, Any], total_steps: int) -> None:
@@ -44,11 +44,10 @@ class GpuSharingWatch(Callback):
         if not others:
             return
         if not self._shared:
-            line = (
-                "warning: another process computes on this GPU, so this run is slower than it would be alone; "
+            self.warn(
+                "another process computes on this GPU, so this run is slower than it would be alone; "
                 "nvidia-smi shows which one"
             )
-            RunLog(self._run).say(line)
         self._shared += 1
 
     @property

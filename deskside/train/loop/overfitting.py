@@ -16,7 +16,7 @@ from typing import Any
 
 from deskside.data.reading.rows import PackedDataset
 from deskside.run.directory import RunDirectory
-from deskside.train.loop.callbacks import Callback, RunLog
+from deskside.train.loop.callbacks import Watch
 from deskside.train.objective import RowDataset
 from deskside.utils.signals import StopSignal
 
@@ -38,7 +38,7 @@ def overfits(validation: Sequence[float], training: Sequence[float]) -> bool:
     return sum(later <= earlier for earlier, later in itertools.combinations(last, 2)) <= MAX_FALLING_PAIRS
 
 
-class OverfittingWatch(Callback):
+class OverfittingWatch(Watch):
     """Training callback that warns once when a run overfits, and remembers it in `detected`."""
 
     def __init__(self) -> None:
@@ -54,14 +54,14 @@ class OverfittingWatch(Callback):
         self._best = (math.inf, 0)  # lowest validation loss, and its step
 
     def begin(self, run: RunDirectory, stop: StopSignal, validation: RowDataset) -> None:
-        self._run = run
+        super().begin(run, stop, validation)
         if isinstance(validation, PackedDataset):
             self._epoch_tokens = validation.index.splits["train"].tokens
         self._read_metrics()
 
     def _read_metrics(self) -> None:
         self._forget()
-        for row in self._run.read_metrics():
+        for row in self.run.read_metrics():
             self._add(row)
 
     def on_step(self, row: dict[str, Any], total_steps: int) -> None:
@@ -74,12 +74,11 @@ class OverfittingWatch(Callback):
             best, step = self._best
             epochs = row["tokens"] / self._epoch_tokens
             read = f" after {epochs:.1f} epochs" if epochs else ""  # of packed data
-            line = (
-                f"warning: overfitting{read}: the validation loss has risen to {self._validation[-1]:.4f} from "
+            self.warn(
+                f"overfitting{read}: the validation loss has risen to {self._validation[-1]:.4f} from "
                 f"{best:.4f} at step {step}, while the training loss falls; use fewer epochs, a smaller model or more "
                 f"text, or keep the best checkpoint with --checkpoint.keep_best true"
             )
-            RunLog(self._run).say(line)
 
     def _add(self, row: Mapping[str, Any]) -> bool:
         """Add a row of metrics. Return True if it shows overfitting for the first time."""

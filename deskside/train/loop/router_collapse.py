@@ -9,26 +9,20 @@ had, nine to twelve did from step 100 on (docs/experts.md).
 from typing import Any
 
 from deskside.config.model import ModelConfig
-from deskside.run.directory import RunDirectory
-from deskside.train.loop.callbacks import Callback, RunLog
-from deskside.train.objective import RowDataset
-from deskside.utils.signals import StopSignal
+from deskside.train.loop.callbacks import Watch
 
 LARGEST_SHARE = 0.9
 LAYERS_SHARE = 0.5  # of the layers that have collapsed
 ROWS = 5  # consecutive rows of metrics.jsonl with the load by layer
 
 
-class RouterCollapseWatch(Callback):
+class RouterCollapseWatch(Watch):
     """Training callback that warns once when the routers have collapsed."""
 
     def __init__(self, config: ModelConfig):
         self._config = config
         self._rows = 0  # consecutive ones with collapsed layers
         self._warned = False
-
-    def begin(self, run: RunDirectory, stop: StopSignal, validation: RowDataset) -> None:
-        self._run = run
 
     def on_step(self, row: dict[str, Any], total_steps: int) -> None:
         if "experts" not in row or self._warned:
@@ -40,12 +34,11 @@ class RouterCollapseWatch(Callback):
         if self._rows < ROWS:
             return
         self._warned = True
-        line = (
-            f"warning: the routers have collapsed: in {collapsed} of {len(layers)} layers, {chosen} of "
+        self.warn(
+            f"the routers have collapsed: in {collapsed} of {len(layers)} layers, {chosen} of "
             f"{self._config.num_experts} experts get more than {LARGEST_SHARE:.0%} of the choices, so the others "
             f"learn nothing; start again with {self._remedy()}"
         )
-        RunLog(self._run).say(line)
 
     def _remedy(self) -> str:
         """Return an option with a value that balances more than the present one."""

@@ -6,7 +6,6 @@ between `DeviceEvent`s, because the host may read the metrics long after they we
 """
 
 import contextlib
-import math
 import statistics
 import time
 from collections import deque
@@ -17,7 +16,7 @@ from typing import Any, Protocol
 from deskside.budget.adapters import training_flops_per_token
 from deskside.config.step_options import adapter_spec
 from deskside.data.reading.loader import Batch, LoaderOptions
-from deskside.optim.lr_schedule import lr_factor, warmup_share
+from deskside.optim.lr_schedule import lr_factor
 from deskside.train.loop.callbacks import RunLog
 from deskside.train.loop.clock import (
     OVERRUN,
@@ -138,7 +137,6 @@ class Trainer:
         self._pending: PendingStep | None = None
         self._last_end: DeviceEvent | None = None  # of the last step that was read, or of a pause
         self._stage = -1
-        self._explained_spike = False
         self._saved_step = progress.step  # of the last checkpoint
         self._loader: Batches | None = None
 
@@ -334,7 +332,6 @@ class Trainer:
         self._last_end = step.metrics.end
         if skipped:
             self.log.event(f"step {row['step']} skipped: {why_skipped}")
-            self._explain_early_spike(row["step"], norm)
         if self.stepper.guard.too_many_skips:
             raise TooManySkips(f"{plural(self.config.guard.max_skips, 'step')} in a row had to be skipped")
         row |= {"seconds": self.clock.seconds(), "loss": loss, "grad_norm": norm}
@@ -343,18 +340,6 @@ class Trainer:
         by_layer = row["step"] % LAYER_METRICS_EVERY == 0 or self.plan.done(row["step"])
         row |= self.stepper.routers.metrics(step.metrics.router_sums(), by_layer)
         return self.complete_row(row, flops_per_second)
-
-    def _explain_early_spike(self, step: int, norm: float) -> None:
-        """Log once what helps if gradients spike during the warm-up, because the loss may stay too high afterwards."""
-        warmup = warmup_share(self.config.schedule, self.first_steps)
-        if self._explained_spike or not math.isfinite(norm) or self.plan.progress(step - 1) >= warmup:
-            return
-        self._explained_spike = True
-        self.log.event(
-            f"the gradient norm spiked during the warm-up of {round(warmup * self.first_steps)} steps, after which the "
-            "loss may stay too high for the whole run; if it does, start again with a longer --schedule.warmup or a "
-            "lower --optim.lr"
-        )
 
     def _log(self, row: dict[str, Any]) -> None:
         row |= self.checkpointer.timings

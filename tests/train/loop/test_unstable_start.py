@@ -1,12 +1,12 @@
-"""The warning of a loss that rises above that of an untrained model: in measured runs, and in a run."""
+"""The warning of too large updates at the start: in measured runs, and in runs of a tiny model."""
 
 import math
 from pathlib import Path
 
 import pytest
 
-from deskside.config.model import ModelConfig
-from deskside.train.loop.loss_rise import LossRiseWatch
+from deskside.config.run import RunConfig
+from deskside.train.loop.unstable_start import UnstableStartWatch
 from tests.train import tiny_run
 from tests.train.loop import watches
 from tests.train.loop.watches import measured_runs
@@ -18,7 +18,8 @@ def warnings(
 ) -> list[str]:
     """Return the warnings of a watch that sees steps with these losses."""
     rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses, first_step)]
-    return watches.warnings(LossRiseWatch(ModelConfig(vocab_size=vocab_size)), rows, folder)
+    config = RunConfig.model_validate({"model": {"vocab_size": vocab_size}, "data": {"path": "data"}})
+    return watches.warnings(UnstableStartWatch(config), rows, folder)
 
 
 @pytest.mark.parametrize(
@@ -49,6 +50,21 @@ def test_it_is_said_once_and_only_of_new_models(tmp_path: Path) -> None:
     assert not warnings([new, 1.05 * new, math.nan, math.inf, None, 5.0], tmp_path / "noise")
     assert not warnings([2.0, 5.0, 20.0], tmp_path / "trained")
     assert not warnings([9.0, 20.0], tmp_path / "resumed", first_step=30)
+
+
+def test_a_skipped_step_counts_only_if_its_norm_spikes_during_the_warmup(tmp_path: Path) -> None:
+    schedule = {"name": "wsd", "length": "100 steps", "warmup": "10 steps"}
+    config = RunConfig.model_validate({"data": {"path": "data"}, "schedule": schedule})
+    first = {"step": 1, "loss": math.log(32768)}
+
+    def warned(name: str, step: int, norm: float | None) -> bool:
+        later = [{"step": i, "loss": None} for i in range(step + 1, 101)]
+        rows = [first, {"step": step, "loss": 50.0, "skipped": True, "grad_norm": norm}, *later]
+        return bool(watches.warnings(UnstableStartWatch(config), rows, tmp_path / name))
+
+    assert warned("warm-up", 10, 300.0)
+    assert not warned("later", 11, 300.0)
+    assert not warned("not a number", 10, None) and not warned("infinite", 10, math.inf)
 
 
 def test_a_run_with_too_high_a_rate(data: Path, tmp_path: Path) -> None:
