@@ -28,7 +28,8 @@ def test_a_list_is_well_formed(name: str) -> None:
     words = dict.fromkeys(("data", "sets", "out", "work", "gpus"), "X")
     for job in release.read(FILE.with_name(name)):
         assert (ROOT / job.document).exists()
-        for command in re.split(r"\n|;|&&", job.run.format(**words)):
+        lines = job.run.format(**words).replace("\\\n", " ")
+        for command in re.split(r"\n|;|&&", lines):
             parts = shlex.split(command)
             if parts[:2] != ["python", "-m"] or not parts[2].startswith("benchmarks."):
                 continue
