@@ -105,7 +105,10 @@ class RunConfig(Part):
         own_rate = isinstance(self.optim, AdamWConfig) and self.optim.embedding_lr is not None
         if own_rate and not tied and "initializer_range" not in self.model.model_fields_set:
             std = ADAMW_EMBEDDING_STD / self.model.embedding_multiplier
-            object.__setattr__(self, "model", self.model.model_copy(update={"initializer_range": std}))
+            model = self.model.model_copy(update={"initializer_range": std})
+            # It stays a default, so that a plan with another optimizer, made from the given values, does not keep it.
+            model.model_fields_set.discard("initializer_range")
+            object.__setattr__(self, "model", model)
         return self
 
     @model_validator(mode="after")
