@@ -59,10 +59,10 @@ def initialize(model: Transformer, seed: int, options: InitOptions | None = None
     """Set every parameter of `model`, in place. With the default options:
 
     - Norm weights one (those of queries: q_norm_init), biases zero: the norms begin as plain normalization.
-    - Token and position embeddings: normal, initializer_range. A norm follows before they are read, so their scale only
-      determines the relative size of the first updates to the residual stream. Its default depends on the optimizer
-      (`RunConfig`). A tied embedding is also the head; its
-      logits then begin near initializer_range * sqrt(hidden_size).
+    - Token and position embeddings: normal, initializer_range, whose default depends on the optimizer (`RunConfig`). A
+      norm follows before they are read, so their scale only determines the relative size of the first updates to the
+      residual stream. A tied embedding is also the head; its logits then begin near initializer_range *
+      sqrt(hidden_size).
     - Matrices that read the stream (q, k, v, gate, up): uniform with standard deviation 1 / sqrt(fan-in), which keeps
       unit-scale inputs at unit scale for any width (LeCun et al. 1998; the width rule of muP, Yang et al. 2022,
       arXiv 2203.03466). Uniform, so that no entry begins as an outlier.

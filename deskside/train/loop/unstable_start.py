@@ -46,8 +46,8 @@ class UnstableStartWatch(Watch):
         """Say that a skipped step was a spike during the warm-up; None if it was not, or has no finite norm."""
         if row["grad_norm"] is None or not math.isfinite(row["grad_norm"]):
             return None
-        warmup = warmup_share(self._schedule, max(1, total_steps)) * total_steps
-        if row["step"] > warmup:
+        warmup = warmup_share(self._schedule, total_steps) * total_steps
+        if row["step"] - 1 >= warmup:
             return None
         return (
             f"the gradient norm of step {row['step']} is a spike, during the warm-up of {round(warmup)} steps"
