@@ -37,6 +37,9 @@ ModelType = Literal[
 ]
 
 
+INITIALIZER_RANGE = 0.02  # of GPT-2 and most models since
+
+
 class ModelConfig(Part):
     """Architecture of a decoder-only transformer. Raises pydantic.ValidationError for contradictory options."""
 
@@ -138,10 +141,10 @@ class ModelConfig(Part):
 
     fused_qkv: bool = Field(True, description="one weight for q, k and v")
     fused_gate_up: bool = Field(True, description="one weight for gate and up")
-    initializer_range: PositiveFloat = Field(
-        0.02,
+    initializer_range: PositiveFloat | None = Field(
+        None,
         description="standard deviation of new embeddings; default: 0.02, or 1 / embedding_multiplier if AdamW has a "
-        "rate of its own for embeddings and they are not the head too (model/init.py)",
+        "rate of its own for embeddings and they are not the head too",
     )
 
     num_experts: int = Field(0, ge=0, le=1 << 16, description="experts per MoE layer; 0 is a dense model")

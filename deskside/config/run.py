@@ -14,8 +14,8 @@ from deskside.config.align import AlignConfig
 from deskside.config.average import AverageConfig
 from deskside.config.base import DataKind, Part
 from deskside.config.dimensions import NATIVE_FP4_UNIT
-from deskside.config.model import ModelConfig
-from deskside.config.optim import ADAMW_EMBEDDING_STD, AdamWConfig, MuonConfig, OptimConfig
+from deskside.config.model import INITIALIZER_RANGE, ModelConfig
+from deskside.config.optim import ADAMW_EMBEDDING_STD, MuonConfig, OptimConfig
 from deskside.config.run_checks import check_parts_together, check_run_dimensions
 from deskside.config.schedule import ScheduleConfig, Stage, WsdConfig, grown
 from deskside.config.sections import (
@@ -97,19 +97,17 @@ class RunConfig(Part):
             start = stage.until
         return mean
 
-    @model_validator(mode="after")
-    def _set_initializer_range(self) -> "RunConfig":
+    def embedding_std(self) -> float:
+        """Return the standard deviation of new embeddings, `model.initializer_range` or its default."""
+        if self.model.initializer_range is not None:
+            return self.model.initializer_range
         # A tied embedding is the head too: beginning at 1, its logits would be near sqrt(hidden_size). With the rate of
         # the matrices, embeddings of 1 would hardly move.
-        tied = self.model.tie_word_embeddings or self.schedule.tied_until > 0
-        own_rate = isinstance(self.optim, AdamWConfig) and self.optim.embedding_lr is not None
-        if own_rate and not tied and "initializer_range" not in self.model.model_fields_set:
-            std = ADAMW_EMBEDDING_STD / self.model.embedding_multiplier
-            model = self.model.model_copy(update={"initializer_range": std})
-            # It stays a default, so that a plan with another optimizer, made from the given values, does not keep it.
-            model.model_fields_set.discard("initializer_range")
-            object.__setattr__(self, "model", model)
-        return self
+        if self.model.tie_word_embeddings or self.schedule.tied_until > 0 or self.optim.embedding_lr is None:
+            return INITIALIZER_RANGE
+        if isinstance(self.optim, MuonConfig):
+            return INITIALIZER_RANGE
+        return ADAMW_EMBEDDING_STD / self.model.embedding_multiplier
 
     @model_validator(mode="after")
     def _check_parts_together(self) -> "RunConfig":

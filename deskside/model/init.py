@@ -11,14 +11,14 @@ from typing import Literal
 
 import torch
 
-from deskside.config.model import ModelConfig
+from deskside.config.model import INITIALIZER_RANGE, ModelConfig
 from deskside.model.transformer import Transformer
 from deskside.ops.logical import LogicalTensor, logical_tensors
 from deskside.utils.child_process import cpu_cores
 from deskside.utils.splitmix import derive_seed
 
 MAX_THREADS = 8  # limits the memory, as each thread has a buffer for a whole tensor
-# Not initializer_range: with embeddings of 1, a router like them would begin with near certainty.
+# Not that of embeddings: with 1, a router like them would begin with near certainty.
 ROUTER_STD = 0.02
 OUTPUT_PROJECTIONS = ("o_proj.weight", "down_proj.weight")
 
@@ -27,8 +27,9 @@ OUTPUT_PROJECTIONS = ("o_proj.weight", "down_proj.weight")
 class InitOptions:
     """Options of the initialization. The defaults are recommended.
 
-    embedding_std: standard deviation; None is the configuration's initializer_range. head_std: that of an untied head.
-    output: initialization of the matrices that write to the residual stream; "fan_in" is that of the other matrices.
+    embedding_std: standard deviation of embeddings; None is the model's `initializer_range`, or else INITIALIZER_RANGE;
+    that of a run is `RunConfig.embedding_std`. head_std: standard deviation of an untied head. output: initialization
+    of the matrices that write to the residual stream; "fan_in" is that of the other matrices.
     """
 
     embedding_std: float | None = None
@@ -59,10 +60,9 @@ def initialize(model: Transformer, seed: int, options: InitOptions | None = None
     """Set every parameter of `model`, in place. With the default options:
 
     - Norm weights one (those of queries: q_norm_init), biases zero: the norms begin as plain normalization.
-    - Token and position embeddings: normal, initializer_range, whose default depends on the optimizer (`RunConfig`). A
-      norm follows before they are read, so their scale only determines the relative size of the first updates to the
-      residual stream. A tied embedding is also the head; its logits then begin near initializer_range *
-      sqrt(hidden_size).
+    - Token and position embeddings: normal, embedding_std. A norm follows before they are read, so their scale only
+      determines the relative size of the first updates to the residual stream. A tied embedding is also the head; its
+      logits then begin near embedding_std * sqrt(hidden_size).
     - Matrices that read the stream (q, k, v, gate, up): uniform with standard deviation 1 / sqrt(fan-in), which keeps
       unit-scale inputs at unit scale for any width (LeCun et al. 1998; the width rule of muP, Yang et al. 2022,
       arXiv 2203.03466). Uniform, so that no entry begins as an outlier.
@@ -94,7 +94,6 @@ def _fill(
     """Set one tensor. scratch: float32 buffer of its shape on the CPU for the random numbers."""
     view = tensor.view
     generator = torch.Generator().manual_seed(derive_seed(seed, tensor.name))
-    embedding_std = model.config.initializer_range if options.embedding_std is None else options.embedding_std
 
     def normal(std: float) -> None:
         view.copy_(scratch.normal_(0.0, std, generator=generator))
@@ -104,7 +103,7 @@ def _fill(
     elif tensor.kind == "bias":
         view.zero_()
     elif tensor.kind in ("embedding", "position"):
-        normal(embedding_std)
+        normal(options.embedding_std or model.config.initializer_range or INITIALIZER_RANGE)
     elif tensor.kind == "head":
         normal(options.head_std)
     elif tensor.name.endswith("router.weight"):

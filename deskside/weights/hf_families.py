@@ -281,7 +281,7 @@ _FAMILIES = (
             "hidden_act": Field("activation_function", "gelu_new", read=fields.read_activation),
             "norm_eps": Field("layer_norm_epsilon", 1e-5),
             "tie_word_embeddings": Field("tie_word_embeddings", True),
-            "initializer_range": Field("initializer_range", 0.02),
+            "initializer_range": fields.NEW_EMBEDDINGS,
         },
         {
             "position_embedding": "learned",

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from deskside.config.model import ModelConfig
+from deskside.config.model import INITIALIZER_RANGE, ModelConfig
 from deskside.utils.errors import UsageError
 from deskside.weights.hf_family import Constant, Field, shortest_pattern
 
@@ -33,6 +33,13 @@ def same(*names: str) -> dict[str, Field]:
 
 # Fields
 
+# None stands for a default that depends on the run, too (`RunConfig.embedding_std`).
+NEW_EMBEDDINGS = Field(
+    "initializer_range",
+    INITIALIZER_RANGE,
+    write=lambda value, config: INITIALIZER_RANGE if value is None else value,
+)
+
 
 def key_value_heads(missing: int) -> dict[str, Field]:
     """Return the field of the key-value heads for a family in which a file without it has `missing` of them.
@@ -57,7 +64,7 @@ DECODER = {
     "norm_eps": Field("rms_norm_eps", 1e-6),
     "attention_bias": Field("attention_bias", False),
     "tie_word_embeddings": Field("tie_word_embeddings", False),
-    "initializer_range": Field("initializer_range", 0.02),
+    "initializer_range": NEW_EMBEDDINGS,
 }
 EXPERTS = {
     "num_experts": Field("num_experts", older="num_local_experts"),

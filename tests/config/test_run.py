@@ -26,11 +26,5 @@ def test_the_stream_begins_with_a_standard_deviation_of_one_under_adamw(
     given: dict[str, Any], std: float
 ) -> None:
     config = RunConfig.model_validate({"data": {"path": "data"}, **given})
-    assert config.model.initializer_range == std
+    assert config.embedding_std() == std
     assert RunConfig.model_validate(config.model_dump()) == config
-
-
-def test_a_default_of_one_optimizer_does_not_stay_with_another() -> None:
-    given = RunConfig.model_validate({"data": {"path": "data"}, **ADAMW}).model_dump(exclude_unset=True)
-    assert RunConfig.model_validate(given).model.initializer_range == 1.0
-    assert RunConfig.model_validate({**given, "optim": {"name": "muon"}}).model.initializer_range == 0.02

@@ -334,6 +334,7 @@ def gradient(tensor: LogicalTensor) -> Tensor:
 
 def _same_model(loaded: ModelConfig, config: ModelConfig) -> bool:
     """Assert equality of everything that an architecture stores. A window pattern may be written differently."""
+    config = config.model_copy(update={"initializer_range": config.initializer_range or 0.02})
     ignored = {"window_pattern"}
     if not config.num_experts:
         ignored |= {"num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "router_aux_loss_coef"}

@@ -112,9 +112,7 @@ def test_every_preset_makes_a_run_that_training_accepts(name: str, length: int) 
     expected = preset.model.model_dump() | {
         "max_position_embeddings": max(length, preset.model.max_position_embeddings)
     }
-    assert point.model.model_dump() == expected
-    std = 0.02 if preset.model.tie_word_embeddings else 1.0  # AdamW's default
-    assert config.model.model_dump() == expected | {"initializer_range": std}
+    assert config.model.model_dump() == expected == point.model.model_dump()
     assert (config.batch.tokens, config.optim.name, config.precision.name) == (2 * length, "adamw", "bf16")
 
 
@@ -125,8 +123,7 @@ def test_calibration_points_are_runs_that_fit_and_differ(gib: int, device: str) 
     points = calibration_points(gib * 2**30, device)
     for point in points:
         config = point_config(dict(point.spec))
-        std = 1.0 if config.optim.name == "adamw" else 0.02
-        assert config.model == point.model.model_copy(update={"initializer_range": std})
+        assert config.model == point.model
         assert 16 * num_params(point.model) < 0.6 * gib * 2**30
         assert point.step_flops <= 1.4 * probe_map.STEP_FLOPS[device]
     for one in (

@@ -21,7 +21,7 @@ from deskside.data.reading.index import read_index
 from deskside.data.reading.index_file import is_prepared
 from deskside.kernels.functional import create_cuda_context_for_autograd
 from deskside.kernels.moe import grouped_backend
-from deskside.model.init import allocate, initialize
+from deskside.model.init import InitOptions, allocate, initialize
 from deskside.model.transformer import Transformer
 from deskside.ops.composite import Sublayer
 from deskside.optim.tied import begin_tied
@@ -229,7 +229,7 @@ def build_model(
     else:
         dtype = torch.float32 if config.optim.weights == "float32" else torch.bfloat16
         model = allocate(config.model, world.device, dtype)
-        initialize(model, config.seed)
+        initialize(model, config.seed, InitOptions(embedding_std=config.embedding_std()))
         if config.schedule.tied_until:
             begin_tied(model.embed.weight, model.head_weight, initial is not None)
         if initial is not None:

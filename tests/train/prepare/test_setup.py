@@ -130,6 +130,17 @@ def test_experts_run_as_their_own_check_says(native: bool, monkeypatch: pytest.M
     assert applied.shared.native and applied.shared.caps.grouped_fp8 is native
 
 
+@pytest.mark.parametrize(
+    ("parts", "std"),
+    [({}, 0.02), ({"optim": {"name": "adamw"}}, 1.0), ({"model": {"initializer_range": 0.5}}, 0.5)],
+)
+def test_embeddings_begin_as_the_run_says(parts: dict[str, Any], std: float) -> None:
+    asked = config("bf16", **parts)
+    built = setup.build_model(asked, World(torch.device("cpu")), "bf16")
+    assert asked.embedding_std() == std
+    assert float(built.embed.weight.detach().float().std()) == pytest.approx(std, rel=0.05)
+
+
 def test_a_run_says_if_its_experts_are_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     card = Card(monkeypatch, NATIVE, NATIVE, HardwareCaps())
     monkeypatch.setattr(setup, "grouped_backend", lambda device, dtype, shape, rows: "loop")
