@@ -74,12 +74,17 @@ def scales(
         if value <= 0:
             raise ValueError(f"{name} must be above zero, not {value}")
     reference = REFERENCES[optimizer]
-    lr = math.sqrt(batch_tokens / reference.batch_tokens)
+    lr = lr_scale(batch_tokens, optimizer)
     return Scaling(
         lr=lr,
         embedding_lr=lr * (hidden_size / reference.hidden_size) ** -0.5,
         weight_decay=lr * reference.total_tokens / total_tokens,
     )
+
+
+def lr_scale(batch_tokens: float, optimizer: Literal["muon", "adamw"]) -> float:
+    """Return the factor of every learning rate in steps of `batch_tokens`."""
+    return math.sqrt(batch_tokens / REFERENCES[optimizer].batch_tokens)
 
 
 def decay_for_epochs(epochs: float, from_epochs: float | None) -> float:

@@ -10,12 +10,13 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
+from deskside.budget.scaling import lr_scale
 from deskside.config.align import AlignConfig
 from deskside.config.average import AverageConfig
 from deskside.config.base import DataKind, Part
 from deskside.config.dimensions import NATIVE_FP4_UNIT
 from deskside.config.model import INITIALIZER_RANGE, ModelConfig
-from deskside.config.optim import ADAMW_EMBEDDING_STD, MuonConfig, OptimConfig
+from deskside.config.optim import EMBEDDING_STD, MuonConfig, OptimConfig
 from deskside.config.run_checks import check_parts_together, check_run_dimensions
 from deskside.config.schedule import ScheduleConfig, Stage, WsdConfig, grown
 from deskside.config.sections import (
@@ -98,16 +99,26 @@ class RunConfig(Part):
         return mean
 
     def embedding_std(self) -> float:
-        """Return the standard deviation of new embeddings, `model.initializer_range` or its default."""
-        if self.model.initializer_range is not None:
-            return self.model.initializer_range
+        """Return the standard deviation of new embeddings: `model.initializer_range`, or its default.
+
+        The first updates of the blocks are nearly the same for every token. If they are larger than the embeddings, all
+        tokens look alike to the blocks that follow, and a mixture of experts sends them to the same experts. So
+        embeddings begin about as large as these updates together, within INITIALIZER_RANGE and EMBEDDING_STD
+        (docs/log.md, 2026-11-30).
+        """
+        model, optim = self.model, self.optim
+        if model.initializer_range is not None:
+            return model.initializer_range
         # A tied embedding is the head too: beginning at 1, its logits would be near sqrt(hidden_size). With the rate of
         # the matrices, embeddings of 1 would hardly move.
-        if self.model.tie_word_embeddings or self.schedule.tied_until > 0 or self.optim.embedding_lr is None:
+        if model.tie_word_embeddings or self.schedule.tied_until > 0 or optim.embedding_lr is None:
             return INITIALIZER_RANGE
-        if isinstance(self.optim, MuonConfig):
-            return INITIALIZER_RANGE
-        return ADAMW_EMBEDDING_STD / self.model.embedding_multiplier
+        std = EMBEDDING_STD
+        if isinstance(optim, MuonConfig):
+            # An update with singular values of 1 gives an output about as large as its input, times the learning rate.
+            lr = optim.lr * (lr_scale(self.mean_step_tokens(), "muon") if optim.scale else 1.0)
+            std = min(std, 2 * model.num_hidden_layers * model.residual_multiplier * lr)
+        return max(INITIALIZER_RANGE, std / model.embedding_multiplier)
 
     @model_validator(mode="after")
     def _check_parts_together(self) -> "RunConfig":

@@ -262,6 +262,8 @@ class RunExecution:
             "compile": self.prepared.execution_mode,
             "evaluate_tokens": self.evaluator.during_tokens,
         }
+        if self.initial is None:
+            self.facts["embedding_std"] = self.config.embedding_std()
         self.facts |= {"before": self.before} if self.before else {}
         self.facts |= {"cuda_graph": "on"} if self.config.compute.cuda_graph == "on" else {}
         if epochs := self.facts["mixture_epochs"]:
