@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deskside.config.model import ModelConfig
+from deskside.config.model import INITIALIZER_RANGE, ModelConfig
 
 
 class CastLinear(nn.Linear):
@@ -76,7 +76,7 @@ class Prototype(nn.Module):
         self.head = CastLinear(config.hidden_size, config.vocab_size, bias=False)
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                nn.init.normal_(module.weight, std=config.initializer_range)
+                nn.init.normal_(module.weight, std=INITIALIZER_RANGE)
         exponents = torch.arange(0, config.head_dim, 2).float() / config.head_dim
         angles = torch.outer(torch.arange(sequence_length).float(), config.rope_theta**-exponents)
         self.register_buffer("cos", angles.cos()[None, :, None])
