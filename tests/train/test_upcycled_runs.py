@@ -53,6 +53,10 @@ def test_first_loss_is_that_of_the_dense_run(width: str, dense: Path, data: Path
     record = json.loads((mixture / "run.json").read_text("utf-8"))
     config = RunConfig.model_validate(record["config"]).model
     assert (config.moe_intermediate_size, record["init"]) == (int(width), str(dense))
+    assert (tiny_run.plan(dense)["embedding_std"], tiny_run.plan(mixture).get("embedding_std")) == (
+        0.02,
+        None,
+    )
 
 
 def test_a_run_that_has_no_checkpoint_starts_over_as_a_mixture(
