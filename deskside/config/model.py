@@ -143,8 +143,8 @@ class ModelConfig(Part):
     fused_gate_up: bool = Field(True, description="one weight for gate and up")
     initializer_range: PositiveFloat | None = Field(
         None,
-        description="standard deviation of new embeddings; default: about that of the blocks' first updates, or 0.02 "
-        "if that is less or if embeddings are the head too or have no learning rate of their own",
+        description="standard deviation of new embeddings; default: about half that of the blocks' first updates, "
+        "or 0.02 if that is less or if embeddings are the head too or have no learning rate of their own",
     )
 
     num_experts: int = Field(0, ge=0, le=1 << 16, description="experts per MoE layer; 0 is a dense model")

@@ -101,10 +101,10 @@ class RunConfig(Part):
     def embedding_std(self) -> float:
         """Return the standard deviation of new embeddings: `model.initializer_range`, or its default.
 
-        The first updates of the blocks are nearly the same for every token. If they are larger than the embeddings, all
-        tokens look alike to the blocks that follow, and a mixture of experts sends them to the same experts. So
-        embeddings begin about as large as these updates together, within INITIALIZER_RANGE and EMBEDDING_STD
-        (docs/log.md, 2026-11-30).
+        The first updates of the blocks are nearly the same for every token. If they are much larger than the
+        embeddings, all tokens look alike to the blocks that follow, and a mixture of experts sends them to the same
+        experts. So embeddings begin about half as large as the first updates of all sublayers together, within
+        INITIALIZER_RANGE and EMBEDDING_STD. Other sizes are compared in docs/log.md (2026-11-30, 2026-12-01).
         """
         model, optim = self.model, self.optim
         if model.initializer_range is not None:
@@ -115,9 +115,10 @@ class RunConfig(Part):
             return INITIALIZER_RANGE
         std = EMBEDDING_STD
         if isinstance(optim, MuonConfig):
-            # An update with singular values of 1 gives an output about as large as its input, times the learning rate.
+            # An update with singular values of 1 gives an output about as large as its input, times the learning rate:
+            # 2 * lr for the two sublayers of a layer.
             lr = optim.lr * (lr_scale(self.mean_step_tokens(), "muon") if optim.scale else 1.0)
-            std = min(std, 2 * model.num_hidden_layers * model.residual_multiplier * lr)
+            std = min(std, model.num_hidden_layers * model.residual_multiplier * lr)
         return max(INITIALIZER_RANGE, std / model.embedding_multiplier)
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""`RunConfig.embedding_std` is the size of what Muon's first updates of the blocks add to the residual stream."""
+"""`RunConfig.embedding_std` is half the size of what Muon's first updates of the blocks add to the residual stream."""
 
 from typing import Any
 
@@ -59,4 +59,4 @@ def test_blocks_add_the_same_to_every_token(layers: int, lr: float, monkeypatch:
     added = added_by_blocks(model, tokens[:, :-1], monkeypatch)
     size, common = (float(t.pow(2).mean().sqrt()) for t in (added, added.mean((0, 1))))
     assert common > 0.85 * size
-    assert asked.embedding_std() / 1.5 < size < 1.5 * asked.embedding_std()
+    assert 2 * asked.embedding_std() / 1.5 < size < 1.5 * 2 * asked.embedding_std()
