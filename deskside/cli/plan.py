@@ -57,6 +57,12 @@ class PlanOptions(PlanQuestion, JsonOption):
     )
     here: bool = option("this machine", False, section=_MACHINE)
     gpus: int = option("number of GPUs of this kind in one machine", 1, metavar="N", section=_MACHINE)
+    host_gib: float | None = option(
+        "host memory that programs can use, in GiB; default: of this machine, or with --gpu as much as is needed",
+        None,
+        metavar="G",
+        section=_MACHINE,
+    )
     probes: str = option("directory of deskside probe's results", "probes", metavar="DIR", section=_MACHINE)
     hours: Annotated[float | None, HOURS] = option(
         "total wall-clock time, such as 24, 24h or 90m", None, metavar="H", section=_BUDGET

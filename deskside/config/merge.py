@@ -132,9 +132,11 @@ def refuse_other_model(trained: ModelConfig, overrides: Mapping[str, Any], sourc
         )
     for key in options:
         if key not in changeable and getattr(changed, key) != getattr(trained, key):
+            to_experts = changed.num_experts and not trained.num_experts
+            remedy = "add --upcycle to copy its MLPs to experts" if to_experts else "leave the option out"
             raise UsageError(
                 f"model.{key}: the weights of {source} are of a model with {_option_text(getattr(trained, key))}, not "
-                f"{_option_text(getattr(changed, key))}; leave the option out"
+                f"{_option_text(getattr(changed, key))}; {remedy}"
             )
 
 

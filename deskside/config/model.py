@@ -240,8 +240,10 @@ class ModelConfig(Part):
                 f"window_pattern: '{self.window_pattern}' may contain only S (window) and L (full), such as SSSL"
             )
         if self.num_experts and self.num_experts_per_tok > self.num_experts:
+            default = "" if "num_experts_per_tok" in self.model_fields_set else ", the default,"
             raise ValueError(
-                f"num_experts_per_tok: {self.num_experts_per_tok} exceeds num_experts = {self.num_experts}; lower it"
+                f"num_experts_per_tok: {self.num_experts_per_tok}{default} exceeds num_experts = {self.num_experts}; "
+                f"set it to {max(1, self.num_experts // 4)}, for example"
             )
         self._check_router()
         return self

@@ -64,11 +64,16 @@ def find_card(q: PlanQuestion, device: str) -> tuple[PlanCard, list[probe_store.
         raise UsageError("no card; give --gpu, such as --gpu rtx4090, or --here for this machine")
     if q.gpu is not None and device == "cpu":
         raise UsageError("--compute.device: cpu contradicts --gpu; leave one of them out")
+    host_bytes = _host_bytes(q.host_gib)
     if q.gpu is not None:
         gpu = gpus.find(q.gpu)
         memory = int(gpu.memory_bytes * (1 - DRIVER_SHARE))
         card = PlanCard(
-            gpu.name, memory, f"published: {gpu.source}, less {DRIVER_SHARE:.0%} for the driver", gpu
+            gpu.name,
+            memory,
+            f"published: {gpu.source}, less {DRIVER_SHARE:.0%} for the driver",
+            gpu,
+            host_bytes=host_bytes,
         )
         return (card, *_measured_elsewhere(store, gpu))
     machine = probe_store.this_cpu() if device == "cpu" else probe_store.this_machine()
@@ -90,7 +95,10 @@ def find_card(q: PlanQuestion, device: str) -> tuple[PlanCard, list[probe_store.
                 f"{gib(in_use)} of the card's {gib(machine.memory_bytes)} are in use by other programs, so the plan "
                 f"does not use them; close these programs and plan again to use all of the memory"
             )
-    card = PlanCard(machine.card, memory, source, gpu_here, machine, usable_bytes())
+    usable = usable_bytes()
+    if host_bytes is not None:
+        usable = host_bytes if usable is None else min(usable, host_bytes)
+    card = PlanCard(machine.card, memory, source, gpu_here, machine, usable)
     rows = store.require(machine)
     if not rows and gpu_here is None:
         what = "the CPU" if card.is_cpu else "a GPU without a data sheet here"
@@ -99,6 +107,15 @@ def find_card(q: PlanQuestion, device: str) -> tuple[PlanCard, list[probe_store.
             f"{probe_store.probe_command(machine)}, or name a card with --gpu"
         )
     return card, rows, [*notes, *store.notes(machine)]
+
+
+def _host_bytes(gib_given: float | None) -> int | None:
+    """Return the bytes of `--host-gib`. Raises UsageError unless it is above zero."""
+    if gib_given is None:
+        return None
+    if not 0 < gib_given < 1e6:
+        raise UsageError(f"--host-gib: must be above zero and below a million, not {gib_given:g}")
+    return int(gib_given * 2**30)
 
 
 def _measured_elsewhere(store: probe_store.Store, gpu: Gpu) -> tuple[list[probe_store.Row], list[str]]:

@@ -102,8 +102,9 @@ def _choices(candidate: Candidate) -> dict[str, Any]:
 def too_large(weights: int, unique_tokens: int) -> str:
     """Return the warning about a model with more weights than the limit for the text."""
     return (
-        f"it has more than {MAX_WEIGHTS_PER_TOKEN:g} weights per token of text ({count(weights)} in all), so it is "
-        f"likely to overfit; use a smaller vocabulary or model (--model.vocab_size, --model.hidden_size)"
+        f"a token is multiplied with {count(weights)} weights, more than {MAX_WEIGHTS_PER_TOKEN:g} for each token of "
+        f"text, so the model is likely to overfit; use a smaller vocabulary or model (--model.vocab_size, "
+        "--model.hidden_size)"
     )
 
 

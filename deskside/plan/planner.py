@@ -17,6 +17,7 @@ from deskside.budget.shape import num_params
 from deskside.config import merge
 from deskside.config.align import DpoConfig, KtoConfig
 from deskside.config.recipes import expert_recipe, recipe_named
+from deskside.config.run_checks import all_experts_warning
 from deskside.plan import bands as band_choice
 from deskside.plan import own_corpus
 from deskside.plan.bands import Band
@@ -79,6 +80,7 @@ def make_plan(request: PlanRequest, claims: Claims = NO_CLAIMS) -> Plan:
     others = [
         *(f"{other['option']} is an alternative: {other['told']}" for other in alternatives),
         *([] if shown is None else _speed_notes(request, shown)),
+        *filter(None, [all_experts_warning(shown.setting.model) if shown else ""]),
         *([f"{len(failed)} of {len(findings)} claims do not hold"] if failed else []),
     ]
     hours = request.budget.value if request.budget.kind == "hours" else None

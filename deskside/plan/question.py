@@ -24,6 +24,7 @@ class PlanQuestion:
     params: str | float | None = None
     init: str | None = None
     gpus: int = 1
+    host_gib: float | None = None
     precision: str | None = None
     sequence: int | None = None
     unique_tokens: str | float | None = None

@@ -191,7 +191,7 @@ def _check_memory(
 def host_memory_text(items: Mapping[str, int], available: int | None) -> str:
     """Return the page-locked host memory of a run as text. available: the host's memory, if it is known."""
     parts = ", ".join(f"{item} {gib(size)}" for item, size in items.items())
-    of = "" if available is None else f" of {gib(available)} that can be used now"
+    of = "" if available is None else f" of {gib(available)} that programs can use"
     return f"{gib(sum(items.values()))} of the host's memory{of}: {parts}"
 
 
@@ -212,7 +212,7 @@ def _differences(requested: StepEstimate, changed: StepEstimate) -> str:
     if after.micro_tokens != before.micro_tokens:
         changes.append(f"{after.micro_tokens:,} tokens per pass")
     speed = changed.tokens_per_second[1] / requested.tokens_per_second[1]
-    return f"{', '.join(changes)}, at {speed:.0%} of the speed" if changes else ""
+    return f"{', '.join(changes)}, at {speed:.0%} of the requested speed" if changes else ""
 
 
 def _out_of_reach(request: PlanRequest, step: StepEstimate) -> str:

@@ -145,8 +145,8 @@ def _by_position(record: RunRecord) -> list[Block]:
             (positions, UNKNOWN if bpb is None else f"{bpb:.4f}", count(number(bucket.get("tokens"))))
         )
     return [
-        "Bits per byte by position on the validation text (measured). Lower at later positions: the model uses the "
-        "text before a token.",
+        "Bits per byte by position in the row, on the validation text (measured). They fall with the position if the "
+        "model uses the text before a token.",
         Table(("positions", "bits per byte", "tokens"), rows),
     ]
 

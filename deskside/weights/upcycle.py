@@ -51,7 +51,10 @@ def check_upcycling(dense: ModelConfig, mixture: ModelConfig, source: str) -> No
             f"--upcycle: {source} has {dense.num_experts} experts already; leave --upcycle out to train it further"
         )
     if not mixture.num_experts:
-        raise UsageError("--upcycle: a mixture of how many experts? add, for example, --model.num_experts 8")
+        raise UsageError(
+            "--upcycle: a mixture of how many experts? add, for example, --model.num_experts 8 "
+            "--model.num_experts_per_tok 2"
+        )
     may_differ = _MAY_DIFFER | ({"max_position_embeddings"} if dense.position_embedding == "rope" else set())
     for key in ModelConfig.model_fields:
         if key not in may_differ and getattr(mixture, key) != getattr(dense, key):

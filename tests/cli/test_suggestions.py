@@ -14,6 +14,8 @@ from deskside.cli.suggestions import commands_with
         ("go --params 1.5B", "--params: there is no such option; did you mean --preset d30?"),
         ("go --params many", "--params: there is no such option; did you mean --preset?"),
         ("train 124m --data data/x", "--data: there is no such option; did you mean --data.path?"),
+        ("plan --gpu rtx4090 --steps 100", "--steps: there is no such option; did you mean --tokens?"),
+        ("study own --steps 100", "--steps: there is no such option; did you mean --schedule.steps?"),
         # It is an argument without a name.
         ("train --preset 124m", "PRESET is written without a name: deskside train 124m"),
         ("train --preset=124m", "PRESET is written without a name: deskside train 124m"),

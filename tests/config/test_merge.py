@@ -376,7 +376,8 @@ ERRORS: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"model": {"window_pattern": "SL"}}, ("model.window_pattern", "sliding_window 512")),
     ({"model": {"window_pattern": "SX", "sliding_window": 4}}, ("model.window_pattern", "SSSL")),
     ({"model": {"window_pattern": "", "sliding_window": 4}}, ("model.window_pattern", "SSSL")),
-    ({"model": {"num_experts": 4, "num_experts_per_tok": 8}}, ("model.num_experts_per_tok", "lower")),
+    ({"model": {"num_experts": 4, "num_experts_per_tok": 8}}, ("model.num_experts_per_tok: 8 exceeds", "1, for")),
+    ({"model": {"num_experts": 4}}, ("model.num_experts_per_tok: 8, the default, exceeds", "1, for")),
     ({"model": {"hidden_act": "swish"}}, ("model.hidden_act", "silu")),
     ({"model": "124m"}, ("model", "124m")),
     ({"model": {"hidden_size": {"a": 1}}}, ("model.hidden_size",)),
@@ -627,6 +628,12 @@ def test_the_scaling_that_weights_were_trained_with_cannot_change() -> None:
     refuse_other_model(own, {"model": {"rope_scaling": {"factor": "32"}}}, "hf/llama")
     with pytest.raises(UsageError, match=r"^model\.rope_scaling: the weights of hf/llama are"):
         refuse_other_model(own, {"model": {"rope_scaling": {"factor": "8"}}}, "hf/llama")
+
+
+def test_experts_for_dense_weights_need_upcycling() -> None:
+    given = {"model": {"num_experts": 4, "num_experts_per_tok": 2}}
+    with pytest.raises(UsageError, match=r"model\.num_experts: .* with 0, not 4; add --upcycle"):
+        refuse_other_model(RunConfig().model, given, "runs/a")
 
 
 def test_the_weights_of_the_routers_losses_may_change() -> None:

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from deskside.config.merge import build
+from deskside.config.run_checks import all_experts_warning
 from deskside.utils.errors import UsageError
 
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
@@ -37,3 +38,13 @@ def test_shards_and_adapters() -> None:
     shared = {**sigmoid, "shared_expert_intermediate_size": 96}
     with pytest.raises(UsageError, match=r"^adapter: "):
         build([{"model": shared, "optim": {"name": "adamw"}, "adapter": {"rank": 4}}])
+
+
+@pytest.mark.parametrize(
+    ("experts", "used", "warned"), [(0, 8, False), (1, 1, False), (8, 8, True), (8, 7, False)]
+)
+def test_a_mixture_whose_tokens_use_all_experts_is_said(experts: int, used: int, warned: bool) -> None:
+    config = build(
+        [{"model": {"num_experts": experts, **({"num_experts_per_tok": used} if experts else {})}}]
+    )
+    assert bool(all_experts_warning(config.model)) == warned

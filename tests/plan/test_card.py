@@ -30,6 +30,25 @@ def test_what_training_runs_on_tensor_cores(card: str, formats: set[str], tmp_pa
     assert ask(gpu=card, hours=1, probes=str(tmp_path)).card.native == formats
 
 
+def test_host_memory_of_another_machine() -> None:
+    asked = {"gpu": "rtx5090", "preset": "indicmoe-3b", "hours": 24}
+    assert ask(**asked).card.host_bytes is None
+    assert ask(**asked, host_gib=24).card.host_bytes == 24 * 2**30
+    for wrong in (0, -1, float("nan"), float("inf")):
+        with pytest.raises(UsageError, match="--host-gib"):
+            ask(**asked, host_gib=wrong)
+
+
+@pytest.mark.parametrize(("given", "found"), [(None, 64), (16, 16), (100, 64)])
+def test_host_memory_of_this_machine_is_at_most_what_is_free(
+    given: float | None, found: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deskside.plan.card.usable_bytes", lambda: 64 * 2**30)
+    monkeypatch.setattr(probe_store, "this_machine", machine)
+    asked = ask(here=True, hours=1, host_gib=given, probes=store(tmp_path, point(machine())))
+    assert asked.card.host_bytes == found * 2**30
+
+
 @pytest.mark.parametrize("model", [{"preset": "124m", "tokens": "1B"}, {"hours": 3}])
 def test_a_plan_keeps_to_the_memory_that_a_run_may_use(model: dict[str, Any]) -> None:
     card, small, ample = (

@@ -9,6 +9,7 @@ import torch
 
 from deskside.budget.scaling import decay_for_epochs, scales
 from deskside.config.run import RunConfig
+from deskside.config.run_checks import all_experts_warning
 from deskside.kernels.choose_matmul import summary
 from deskside.kernels.matmul_peak import measure_matmul_peak
 from deskside.model.transformer import Transformer
@@ -91,6 +92,8 @@ def prepare_run(
         lambda: setup.choose_recipe(config, world.device, log.say, recorded.get("precision"), cache)
     )
     setup.execution_mode(config, recipe, world.device)
+    if warning := all_experts_warning(config.model):
+        log.say(f"warning: {warning}")
     startup.done("self-check")
     data = setup.ensure_data(config, world, log.say)
     stages = setup.open_stages(config, data, objective)
