@@ -24,7 +24,7 @@ from deskside.utils.console import say
 from deskside.utils.errors import RunError, UsageError
 from deskside.utils.format import plural
 from deskside.utils.progress import ProgressBar
-from deskside.weights.hf import check_out_dir, save_hf
+from deskside.weights.hf import check_out_dir, exported_from, save_hf
 from deskside.weights.load import Loaded, load_model, warn_if_unfinished
 from deskside.weights.merge_adapters import load_adapted_run
 from deskside.weights.peft_config import is_peft
@@ -42,6 +42,9 @@ def export_model(options: ExportOptions) -> int:
         check_push(options.push)
     loaded = load_model(options.source, "cpu", torch.float32, say, options.base, options.weights)
     warn_if_unfinished(loaded)
+    earlier = exported_from(out)
+    if earlier and earlier != loaded.source:
+        say(f"{out}: replaces the export of {earlier}")
     adapter = mapping(mapping(loaded.run.get("config")).get("adapter"))
     in_base_format = options.dtype == "bfloat16" and adapter.get("base") == "bf16"
     if adapter and options.to != "peft" and not in_base_format:
@@ -112,11 +115,12 @@ def _gguf(options: ExportOptions, loaded: Loaded, out: Path, provenance: dict[st
     stops = [tokenizer.tokens[number] for number in tokenizer.ends]
     content, has_template = modelfile(name, loaded.tokenizer_dir, stops)
     texts = {"README.md": card, MODELFILE: content}
-    millions = 2 * sum(loaded.model.num_params().values()) / 1e6  # every weight is written and read back
+    millions = sum(loaded.model.num_params().values()) / 1e6
     with ProgressBar("write and read back", millions, "million weights") as bar:
 
         def tick(weights: int) -> None:
-            bar.advance(weights / 1e6)
+            # A weight counts half when it is written and half when it is read back.
+            bar.advance(weights / 2e6)
 
         saved = save_gguf(loaded.model, tokenizer, out, options.dtype, loaded.name, provenance, texts, tick)
     if saved.fallback:

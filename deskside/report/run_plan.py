@@ -89,9 +89,7 @@ def _with_emulation(facts: dict[str, Any]) -> str:
     return f"{chosen}, emulated" if chosen and facts.get("native") is False else chosen
 
 
-def provenance_rows(
-    values: dict[str, Any], default: str = "modelled", prefix: str = ""
-) -> list[tuple[str, str, str]]:
+def provenance_rows(values: dict[str, Any], default: str, prefix: str = "") -> list[tuple[str, str, str]]:
     """Return (name, value, provenance) of every leaf of a JSON object.
 
     An object like {"value": 812, "unit": "TFLOP/s", "provenance": "measured"} is one leaf. Leaves without
@@ -267,10 +265,14 @@ def _choice_blocks(plan: dict[str, Any]) -> list[Block]:
         rows.append(("execution", EXECUTION_TEXT.get(mode, mode), ""))
     initial = {k: v for k, v in mapping(plan.get("initial")).items() if k not in OMITTED_INITIAL_KEYS}
     rest = {k: v for k, v in plan.items() if k not in OMITTED_KEYS}
+    # What is left are counts and settings, which have no source, but for one time.
+    if "save_seconds" in rest:
+        rest["save_seconds"] = {"value": rest["save_seconds"], "unit": "s", "provenance": "measured"}
     detail_rows = [
         *provenance_rows(mapping(plan.get("attention")), "measured", "attention: "),
         *provenance_rows(mapping(plan.get("precision")), "measured", "precision: "),
-        *provenance_rows({**initial, **rest}),
+        *provenance_rows(initial, "modelled"),
+        *provenance_rows(rest, ""),
     ]
     blocks: list[Block] = [Table(("chosen at the start", "value", "source"), rows)] if rows else []
     if detail_rows:

@@ -183,6 +183,13 @@ def check_out_dir(out_dir: Path) -> set[str]:
     return exported
 
 
+def exported_from(out_dir: Path) -> str:
+    """Return the path or the name of the model whose export is in `out_dir`; "" if there is none."""
+    manifest = out_dir / EXPORT_MANIFEST
+    source = read_json_object(manifest).get("from") if manifest.is_file() else None
+    return source if isinstance(source, str) else ""
+
+
 def load_hf(
     folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32
 ) -> tuple[ModelConfig, Transformer]:

@@ -117,6 +117,17 @@ def test_an_edited_model_card_is_not_overwritten(made: MadeRun, tmp_path: Path) 
     assert (out / "README.md").read_text() == "my own words"
 
 
+def test_the_export_of_another_model_is_not_replaced_without_a_word(
+    made: MadeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = shutil.copytree(made.path, tmp_path / "other")
+    told = []
+    for source in (made.path, made.path, other):
+        assert run_export([str(source), "--out", str(tmp_path / "out")]) == 0
+        told.append(f"replaces the export of {made.path}" in capsys.readouterr().err)
+    assert told == [False, False, True]
+
+
 def test_export_of_a_run_with_adapters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """--to peft writes the adapters, --to hf the merged model."""
     model, _ = trained()

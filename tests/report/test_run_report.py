@@ -107,6 +107,7 @@ def make_run(folder: Path, steps: int = 400) -> Path:
             "precision": {"chosen": "fp8-delayed", "asked": "fp8", "errors": {"output": 4e-2}, "native": False},
             "compile": "fused",
             "scaling_tokens": 6225920,
+            "save_seconds": 1.25,
         },
         "summary.json": {
             "status": "finished",
@@ -206,6 +207,10 @@ def test_whole_run(whole: tuple[Path, Page, str]) -> None:
     assert "| 1,024 to 2,048 | 1.8750 | 500 |" in markdown
     assert "| model.hidden_size | 256 | 768 |" in markdown
     assert "| seed | 7 | 1 |" in markdown
+    assert (
+        "| scaling tokens | 6,225,920 |   |" in markdown
+        and "| save seconds | 1.25 s | measured |" in markdown
+    )
 
 
 @pytest.mark.usefixtures("no_figures")
