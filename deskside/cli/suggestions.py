@@ -9,13 +9,14 @@ from deskside.cli.commands import COMMANDS
 from deskside.config import presets
 from deskside.config.depth_series import of_size
 
-# Option names of other programs -> ours. Errors suggest ours; the names of other programs are not accepted.
+# Option names of other programs, or of another of our commands -> ours. Errors suggest ours and do not accept these.
 SYNONYMS = {
     "learning-rate": "optim.lr",
     "optimizer": "optim.name",
     "max-steps": "steps",
     "num-steps": "steps",
     "iterations": "steps",
+    "steps": "tokens",  # a plan has no steps
     "num-train-epochs": "epochs",
     "batch-size": "batch.tokens",
     "seq-len": "batch.sequence-length",
@@ -42,7 +43,6 @@ SAME_THING = {
     "data": ("data.path", "sources"),
     "sources": ("data", "data.path"),
     "time": ("hours",),
-    "steps": ("tokens",),
     "output": ("out",),
 }
 # The similarity of two names, without their hyphens, from which one may be a misspelling of the other.
@@ -54,8 +54,8 @@ def option_hint(
 ) -> str:
     """Return what was probably meant by an unknown option, or where to look.
 
-    That is, in this order: our name for another program's option; the command's own option or argument for the same
-    thing; the same key in another part; the other commands that have an option of this name; an option that is
+    That is, in this order: our name for another program's option; the same key in another part; the command's own
+    option or argument for the same thing; the other commands that have an option of this name; an option that is
     spelled almost like it.
 
     known: options of the command; positional: name of each argument -> how the help writes it; value: what was given
@@ -64,12 +64,11 @@ def option_hint(
     name = flag.lstrip("-")
     key = name.rsplit(".", 1)[-1]
     same_key = [other for other in known if other[2:].rsplit(".", 1)[-1] == key]
-    same_thing = [other for other in SAME_THING.get(name, ()) if other in positional or f"--{other}" in known]
     if key in SYNONYMS and f"--{SYNONYMS[key]}" in known:
         return f"did you mean --{SYNONYMS[key]}?"
-    if len(same_key) == 1 and not same_thing:
+    if len(same_key) == 1:
         return f"did you mean {same_key[0]}?"
-    for other in (name, *same_thing):
+    for other in (name, *SAME_THING.get(name, ())):
         if other in positional:
             given = value if other == name else _as_preset(value) if other == "preset" else ""
             return f"{positional[other]} is written without a name: deskside {command} {given or positional[other]}"

@@ -41,6 +41,11 @@ from deskside.utils.quick_start import create_cuda_context, quick_imports
 if TYPE_CHECKING:
     from deskside.optim.lr_schedule import SchedulePoint
 
+# What helps if experts are given for a dense model, by key
+UPCYCLING = dict.fromkeys(
+    ("num_experts", "num_experts_per_tok", "moe_intermediate_size"),
+    "add --upcycle to copy its MLPs to experts",
+)
 WARMUP_ENDS = "warm-up ends"  # label of a row of optim.lr_schedule.describe
 
 
@@ -217,7 +222,8 @@ def _configure(
     if options.upcycle:
         layers = _upcycled_layers(options, given, layers, initial)
     elif initial is not None:
-        merge.refuse_other_model(initial.config, given, str(options.init))
+        remedies = {} if initial.config.num_experts else UPCYCLING
+        merge.refuse_other_model(initial.config, given, str(options.init), remedies)
         layers = [*layers, *merge.resolved_layers("model", initial.config.model_dump(mode="json"))]
         layers = [*layers, _rates_of_tables(merge.merge([*layers, given])[0])]
     if initial is not None:

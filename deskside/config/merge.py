@@ -101,7 +101,9 @@ def resolved_layers(part: str, values: Mapping[str, Any]) -> list[dict[str, Any]
     return [{part: dict(values)}, {part: {key: values[key] for key in causes if key in values}}]
 
 
-def refuse_other_model(trained: ModelConfig, overrides: Mapping[str, Any], source: str) -> None:
+def refuse_other_model(
+    trained: ModelConfig, overrides: Mapping[str, Any], source: str, remedies: Mapping[str, str] | None = None
+) -> None:
     """Raise UsageError for model options that contradict given weights.
 
     Many of them would cause no other error: the weights load with any rope_theta, but were trained with only one.
@@ -112,6 +114,7 @@ def refuse_other_model(trained: ModelConfig, overrides: Mapping[str, Any], sourc
         trained: The configuration that the weights were trained with.
         overrides: The configuration keys that the user gave, as a nested dict.
         source: Where the weights come from, for the message.
+        remedies: What else the command offers than to leave an option out, by key.
     """
     options = overrides.get("model", {})
     if not isinstance(options, Mapping) or not options:
@@ -132,11 +135,10 @@ def refuse_other_model(trained: ModelConfig, overrides: Mapping[str, Any], sourc
         )
     for key in options:
         if key not in changeable and getattr(changed, key) != getattr(trained, key):
-            to_experts = changed.num_experts and not trained.num_experts
-            remedy = "add --upcycle to copy its MLPs to experts" if to_experts else "leave the option out"
             raise UsageError(
                 f"model.{key}: the weights of {source} are of a model with {_option_text(getattr(trained, key))}, not "
-                f"{_option_text(getattr(changed, key))}; {remedy}"
+                f"{_option_text(getattr(changed, key))}; "
+                f"{(remedies or {}).get(key, 'leave the option out')}"
             )
 
 

@@ -276,6 +276,15 @@ class ModelConfig(Part):
                     f"rope_scaling: {name} has {len(factors)} values for {self.rotary_dim // 2} pairs of channels"
                 )
 
+    def all_experts_warning(self) -> str:
+        """Return what is unusual about a mixture whose tokens use every expert; "" for other models."""
+        if self.num_experts < 2 or self.num_experts_per_tok < self.num_experts:
+            return ""
+        return (
+            f"every token uses all {self.num_experts} experts, as much computation as one MLP of their total width; "
+            "fewer per token are faster: --model.num_experts_per_tok"
+        )
+
     def _check_router(self) -> None:
         """Raise ValueError for routers and shared experts that no Hugging Face architecture has."""
         if not self.num_experts:

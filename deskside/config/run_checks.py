@@ -19,7 +19,6 @@ from deskside.config.sections import (
 )
 
 if TYPE_CHECKING:
-    from deskside.config.model import ModelConfig
     from deskside.config.run import RunConfig
 
 
@@ -220,16 +219,6 @@ def _check_compute(config: RunConfig) -> None:
             "compute.activation_offloading: is not supported with sharded weights yet; use --parallel.mode "
             "replicate"
         )
-
-
-def all_experts_warning(model: ModelConfig) -> str:
-    """Return what is unusual about a mixture whose tokens use every expert; "" for other models."""
-    if model.num_experts < 2 or model.num_experts_per_tok < model.num_experts:
-        return ""
-    return (
-        f"every token uses all {model.num_experts} experts, as much computation as one MLP of their total width; "
-        "fewer per token are faster: --model.num_experts_per_tok"
-    )
 
 
 def graph_problem(config: RunConfig) -> str:

@@ -17,7 +17,6 @@ from deskside.budget.shape import num_params
 from deskside.config import merge
 from deskside.config.align import DpoConfig, KtoConfig
 from deskside.config.recipes import expert_recipe, recipe_named
-from deskside.config.run_checks import all_experts_warning
 from deskside.plan import bands as band_choice
 from deskside.plan import own_corpus
 from deskside.plan.bands import Band
@@ -80,7 +79,6 @@ def make_plan(request: PlanRequest, claims: Claims = NO_CLAIMS) -> Plan:
     others = [
         *(f"{other['option']} is an alternative: {other['told']}" for other in alternatives),
         *([] if shown is None else _speed_notes(request, shown)),
-        *filter(None, [all_experts_warning(shown.setting.model) if shown else ""]),
         *([f"{len(failed)} of {len(findings)} claims do not hold"] if failed else []),
     ]
     hours = request.budget.value if request.budget.kind == "hours" else None
@@ -214,7 +212,7 @@ def _expert_notes(setting: Setting, card: str) -> list[str]:
 
 
 def _speed_notes(request: PlanRequest, shown: StepEstimate) -> list[str]:
-    """Return notes on a low precision, on a host-bound step, and on an architecture without measurements."""
+    """Return notes on a low precision, a host-bound step, an architecture without measurements, and dense routing."""
     notes = _precision_notes(request, shown)
     calibration, gpu = request.calibration, request.card.gpu
     if shown.host_bound:
@@ -226,6 +224,8 @@ def _speed_notes(request: PlanRequest, shown: StepEstimate) -> list[str]:
         )
     if gpu is not None and calibration.source == "published" and (reason := uncalibrated_reason(gpu)):
         notes.append(f"{reason}: speed within +-{calibration.speed_spread:.0%}")
+    if warning := shown.setting.model.all_experts_warning():
+        notes.append(warning)
     return notes
 
 

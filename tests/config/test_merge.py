@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deskside.cli.train import UPCYCLING
 from deskside.config.base import UserPath
 from deskside.config.merge import (
     build,
@@ -633,7 +634,13 @@ def test_the_scaling_that_weights_were_trained_with_cannot_change() -> None:
 def test_experts_for_dense_weights_need_upcycling() -> None:
     given = {"model": {"num_experts": 4, "num_experts_per_tok": 2}}
     with pytest.raises(UsageError, match=r"model\.num_experts: .* with 0, not 4; add --upcycle"):
-        refuse_other_model(RunConfig().model, given, "runs/a")
+        refuse_other_model(RunConfig().model, given, "runs/a", UPCYCLING)
+    with pytest.raises(UsageError, match=r"model\.num_experts: .* with 0, not 4; leave the option out"):
+        refuse_other_model(RunConfig().model, given, "runs/a")  # `deskside sft` has no --upcycle
+    with pytest.raises(UsageError, match=r"model\.hidden_size: .*; leave the option out"):
+        refuse_other_model(
+            RunConfig().model, {"model": {"hidden_size": 64, **given["model"]}}, "runs/a", UPCYCLING
+        )
 
 
 def test_the_weights_of_the_routers_losses_may_change() -> None:

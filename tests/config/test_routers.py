@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from deskside.config.merge import build
-from deskside.config.run_checks import all_experts_warning
 from deskside.utils.errors import UsageError
 
 MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 96}
@@ -47,4 +46,4 @@ def test_a_mixture_whose_tokens_use_all_experts_is_said(experts: int, used: int,
     config = build(
         [{"model": {"num_experts": experts, **({"num_experts_per_tok": used} if experts else {})}}]
     )
-    assert bool(all_experts_warning(config.model)) == warned
+    assert bool(config.model.all_experts_warning()) == warned

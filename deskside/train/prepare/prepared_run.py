@@ -9,7 +9,6 @@ import torch
 
 from deskside.budget.scaling import decay_for_epochs, scales
 from deskside.config.run import RunConfig
-from deskside.config.run_checks import all_experts_warning
 from deskside.kernels.choose_matmul import summary
 from deskside.kernels.matmul_peak import measure_matmul_peak
 from deskside.model.transformer import Transformer
@@ -92,7 +91,7 @@ def prepare_run(
         lambda: setup.choose_recipe(config, world.device, log.say, recorded.get("precision"), cache)
     )
     setup.execution_mode(config, recipe, world.device)
-    if warning := all_experts_warning(config.model):
+    if warning := config.model.all_experts_warning():
         log.say(f"warning: {warning}")
     startup.done("self-check")
     data = setup.ensure_data(config, world, log.say)
