@@ -17,7 +17,7 @@ from deskside.dashboard.page import FIRST_PAGE
 from tests.train.tiny_run import free_port
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Browser, Page
+    from playwright.sync_api import Browser, Page, Request
 
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 DRAWN = (
@@ -75,16 +75,21 @@ def opened(
 
 def watched(browser: "Browser", size: dict[str, int] = DESKTOP, scheme: str = "light") -> "Page":
     """Return a new page. `page.wrong` collects failed scripts, console errors and
-    requests without a successful answer.
+    requests without a successful answer, except those that ended because the page was left.
     """
     page = browser.new_page(viewport=size, color_scheme=scheme, accept_downloads=True)  # type: ignore[arg-type]
     wrong: list[str] = []
     page.wrong = wrong  # type: ignore[attr-defined]
+
+    def failed(request: "Request") -> None:
+        if request.failure != "net::ERR_ABORTED":
+            wrong.append(f"{request.failure} {request.url}")
+
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on(
         "console", lambda said: wrong.append(f"{said.text} {said.location}") if said.type == "error" else None
     )
-    page.on("requestfailed", lambda request: wrong.append(f"{request.failure} {request.url}"))
+    page.on("requestfailed", failed)
     page.on("response", lambda got: wrong.append(f"{got.status} {got.url}") if got.status >= 400 else None)
     return page
 
@@ -93,7 +98,7 @@ def settled(page: "Page") -> None:
     """Wait until everything is drawn. Assert that the page has no exception and no error."""
     drawn(page)
     assert page.locator('[data-testid="stException"]').count() == 0
-    assert page.wrong == []  # type: ignore[attr-defined]
+    assert not page.wrong, page.wrong  # type: ignore[attr-defined]
 
 
 def drawn(page: "Page") -> None:
