@@ -165,11 +165,7 @@ def check_out_dir(out_dir: Path) -> set[str]:
     if not out_dir.exists():
         return set()
     folders.check_replaceable(out_dir)
-    listed = (
-        read_json_object(out_dir / EXPORT_MANIFEST).get("files")
-        if (out_dir / EXPORT_MANIFEST).is_file()
-        else None
-    )
+    listed = _read_manifest(out_dir).get("files")
     checksums = listed if isinstance(listed, dict) else {}
     exported = {EXPORT_MANIFEST} if checksums else set()
     for path in out_dir.iterdir():
@@ -185,9 +181,14 @@ def check_out_dir(out_dir: Path) -> set[str]:
 
 def exported_from(out_dir: Path) -> str:
     """Return the path or the name of the model whose export is in `out_dir`; "" if there is none."""
-    manifest = out_dir / EXPORT_MANIFEST
-    source = read_json_object(manifest).get("from") if manifest.is_file() else None
+    source = _read_manifest(out_dir).get("from")
     return source if isinstance(source, str) else ""
+
+
+def _read_manifest(out_dir: Path) -> dict[str, Any]:
+    """Return the manifest of the export in `out_dir`; {} if there is none."""
+    manifest = out_dir / EXPORT_MANIFEST
+    return read_json_object(manifest) if manifest.is_file() else {}
 
 
 def load_hf(
