@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.planner_tables import Errors, formula
 from deskside.budget.memory import training_memory
-from deskside.budget.speed import Rates, tokens_per_second
+from deskside.budget.speed import Rates, replays_by_itself, tokens_per_second
 from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.facts.gpus import Gpu, find
@@ -122,6 +122,7 @@ def step_spec_of(
 
     micro_tokens: the fitted micro-batch, if the spec does not set it. result: of the measurement. It has the execution
     mode: the hand-written step keeps copies of the weights between passes, the compiled step of earlier draws does not.
+    It also has `compute.cuda_graph`; the runs of earlier draws had no graphs.
     """
     return StepSpec(
         spec["sequence_length"],
@@ -129,6 +130,7 @@ def step_spec_of(
         micro_tokens or spec["micro_tokens"],
         optimizer=spec["optimizer"],
         copies="step" if (result or {}).get("compile") == "fused" else "pass",
+        graphs=(result or {}).get("cuda_graph", "off"),
         activation_checkpointing=spec["activation_checkpointing"],
     )
 
@@ -298,8 +300,10 @@ def _compared(
 ) -> ComparedRow:
     shape = shape_of(row["spec"])
     work = step_spec_of(row["spec"], row["result"]["micro_tokens"], row["result"])
+    rates, overhead = (probed or unprobed).rates, (probed or unprobed).overhead_bytes
+    if work.graphs == "auto":
+        work = replace(work, graphs="on" if replays_by_itself(shape, work, rates) else "off")
     memory = training_memory(shape, work)
-    overhead = (probed or unprobed).overhead_bytes
     return ComparedRow(
         row,
         shape,
@@ -308,7 +312,7 @@ def _compared(
         memory.reserved + overhead,
         tokens_per_second(shape, work, unprobed.rates),
         tokens_per_second(shape, work, probed.rates) if probed is not None else None,
-        tokens_per_second(shape, work, without_host_term((probed or unprobed).rates)),
+        tokens_per_second(shape, work, without_host_term(rates)),
         formula(shape, work.sequence_length, gpu),
     )
 

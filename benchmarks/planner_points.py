@@ -115,7 +115,8 @@ def _setting(config: RunConfig, recipe: str, native: bool, micro_tokens: int) ->
     config = config.model_copy(
         update={"batch": config.batch.model_copy(update={"micro_tokens": micro_tokens})}
     )
-    return setting_from_config(config, 1, recipe, native=native_formats)  # type: ignore[arg-type]  # a recipe that ran
+    setting = setting_from_config(config, 1, recipe, native=native_formats)  # type: ignore[arg-type]  # a recipe that ran
+    return replace(setting, graphs="off")  # all were measured before runs decided by themselves
 
 
 def _steps() -> Iterator[MeasuredPoint]:

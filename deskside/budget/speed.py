@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from deskside.budget.format_costs import EMULATED_RATE_SHARE
-from deskside.budget.host import HOST_BOUND, HostTimes, host_seconds, overlapped_seconds
+from deskside.budget.host import HOST_BOUND, HostTimes, host_seconds, overlapped_seconds, replays_passes
 from deskside.budget.host_memory import host_gradient_bytes, offloaded_activation_bytes
 from deskside.budget.operators.operator import DELAYS, PRODUCTS, TRAFFIC, Operator
 from deskside.budget.operators.step import step_operators
@@ -202,23 +202,32 @@ def product_rate(operator: Operator, rates: Rates) -> float:
 
 def step_seconds(shape: Shape, spec: StepSpec, rates: Rates) -> dict[str, float]:
     """Return the seconds of one optimizer step by item (`ITEMS`). They add up to the whole step."""
-    seconds = item_seconds(shape, spec, rates)
-    seconds["communication"] += replica_overhead(shape, spec, rates, seconds)
-    device = sum(seconds.values())
-    exposed = exposed_seconds(shape, spec, rates, device)
-    seconds["offload"] += exposed
-    device += exposed
-    host, overlap = host_seconds(shape, spec, rates.host), rates.host.overlap
+    if spec.graphs == "auto":
+        spec = replace(spec, graphs="on" if replays_by_itself(shape, spec, rates) else "off")
+    seconds = device_item_seconds(shape, spec, rates)
+    host, device = host_seconds(shape, spec, rates.host), sum(seconds.values())
+    seconds["host"] = overlapped_seconds(device, host, rates.host.overlap) - device
+    return seconds
 
-    def is_limit(device: float) -> bool:
+
+def replays_by_itself(shape: Shape, spec: StepSpec, rates: Rates) -> bool:
+    """Return True if a run whose `compute.cuda_graph` is auto replays its passes, provided that it has the memory."""
+    launched, replayed = replace(spec, graphs="off"), replace(spec, graphs="on")
+    host, overlap = host_seconds(shape, launched, rates.host), rates.host.overlap
+
+    def host_is_limit(step: StepSpec) -> bool:
+        device = sum(device_item_seconds(shape, step, rates).values())
         return host >= HOST_BOUND * overlapped_seconds(device, host, overlap)
 
-    if spec.graphs == "auto" and is_limit(device):
-        replayed = step_seconds(shape, replace(spec, graphs="on"), rates)
-        # The dry step that a run measures sums the gradients of replicas after its pass, as replays do.
-        if is_limit(sum(replayed.values()) - replayed["host"]):
-            return replayed
-    seconds["host"] = overlapped_seconds(device, host, overlap) - device
+    # The dry step that a run measures sums the gradients of replicas after its pass, as replays do.
+    return replays_passes(replayed) and host_is_limit(launched) and host_is_limit(replayed)
+
+
+def device_item_seconds(shape: Shape, spec: StepSpec, rates: Rates) -> dict[str, float]:
+    """Return the seconds of a step by item, as if the device never waited for the host."""
+    seconds = item_seconds(shape, spec, rates)
+    seconds["communication"] += replica_overhead(shape, spec, rates, seconds)
+    seconds["offload"] += exposed_seconds(shape, spec, rates, sum(seconds.values()))
     return seconds
 
 

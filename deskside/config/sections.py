@@ -152,8 +152,8 @@ class ComputeConfig(Part):
         description="keep what recomputed blocks save in host memory until the backward pass; needs "
         "activation_checkpointing block and fused kernels",
     )
-    cuda_graph: Literal["off", "on", "auto"] = Field(
-        "off",
+    cuda_graph: Literal["auto", "on", "off"] = Field(
+        "auto",
         description="on: replay each pass as a CUDA graph, which saves the host's time in small passes; needs fused "
         "kernels, a dense model with float32 weights, and at least 8 bits; auto: on if the run can, the host limits "
         "its steps, and there is memory",

@@ -8,10 +8,10 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from deskside.budget.host import host_sensitivity
+from deskside.budget.host import host_sensitivity, replays_passes
 from deskside.budget.host_memory import fits_host
 from deskside.budget.memory import Memory, training_memory
-from deskside.budget.speed import Rates, step_seconds
+from deskside.budget.speed import Rates, replays_by_itself, step_seconds
 from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.plan.calibrate import Calibration
@@ -37,7 +37,7 @@ class StepEstimate:
 
     memory: of the stage that needs most; memory_bytes: everything in the card's memory, including the CUDA context;
     capacity: bytes that programs can use; step: seconds of a mean step by item; host_sensitivity: d log(step seconds) /
-    d log(host seconds).
+    d log(host seconds); replays: passes are CUDA graphs.
     """
 
     setting: Setting
@@ -47,6 +47,12 @@ class StepEstimate:
     step: dict[str, float]
     tokens_per_second: Range
     host_sensitivity: float = 0.0
+    replays: bool = False
+
+    @property
+    def executed(self) -> Setting:
+        """The setting as it is executed, with CUDA graphs on or off."""
+        return replace(self.setting, graphs="on" if self.replays else "off")
 
     @property
     def speed_spread(self) -> float:
@@ -89,9 +95,13 @@ def range_json(values: Range) -> dict[str, float]:
 def estimate(
     setting: Setting, calibration: Calibration, capacity: int, memory: Memory | None = None
 ) -> StepEstimate:
-    """Return the memory and speed of a setting. capacity: bytes that programs can use; memory: the peak, if known."""
-    memory = memory or peak_memory(setting)
-    step = mean_step_seconds(setting, calibration.rates)
+    """Return the memory and speed of a setting.
+
+    capacity: bytes that programs can use. memory: the peak without CUDA graphs, if known.
+    """
+    captured = memory_of_captured_pass(setting, calibration, capacity)
+    memory = captured or memory or peak_memory(setting)
+    step = mean_step_seconds(replace(setting, graphs="on" if captured else "off"), calibration.rates)
     total = sum(step.values())
     sensitivity = host_sensitivity(total, step["host"], calibration.rates.host.overlap)
     # The calibration of a GPU covers neither the link between GPUs nor the host. Their errors are independent.
@@ -110,7 +120,28 @@ def estimate(
         step=step,
         tokens_per_second=(speed * (1 - spread), speed, speed * (1 + spread)),
         host_sensitivity=sensitivity,
+        replays=captured is not None,
     )
+
+
+def memory_of_captured_pass(setting: Setting, calibration: Calibration, capacity: int) -> Memory | None:
+    """Return the peak of a setting whose passes are CUDA graphs; None if they are not.
+
+    With "auto", a run decides by its longest stage, and has no graphs if a captured pass does not fit.
+    """
+    if setting.graphs == "off":
+        return None
+    captured = replace(setting, graphs="on")
+    longest = max(setting.stages, key=lambda stage: stage.share)
+    shape, spec = captured.step_spec(longest)
+    if not replays_passes(spec):
+        return None
+    if setting.graphs == "on":
+        return peak_memory(captured)
+    if not replays_by_itself(shape, spec, calibration.rates):
+        return None
+    memory = peak_memory(captured)
+    return memory if memory_range(memory, calibration)[2] <= capacity else None
 
 
 def estimate_max_microbatch(setting: Setting, calibration: Calibration, capacity: int) -> StepEstimate:

@@ -176,7 +176,7 @@ def _items(plan: Plan) -> dict[str, Explainer]:
 
 
 def _memory(shown: StepEstimate, item: str) -> list[Line]:
-    shape, spec = peak_stage(shown.setting)
+    shape, spec = peak_stage(shown.executed)
     return explain_memory(shape, spec, shown.memory.instant, item)
 
 
@@ -203,7 +203,7 @@ def _speed(plan: Plan, shown: StepEstimate, item: str) -> list[Line]:
     rates = plan.request.calibration.rates
     if item == "host":
         return _host(rates, shown)
-    stages = list(shown.setting.step_specs())
+    stages = list(shown.executed.step_specs())
     _, shape, spec = stages[-1]
     named_rates = _traced_rates(rates)
     lines: list[Line] = []
@@ -244,7 +244,7 @@ def _host(rates: Rates, shown: StepEstimate) -> list[Line]:
     """Return the lines for the time that the device waits for the host (`budget/host.py`), by stage."""
     lines: list[Line] = []
     mean: float = 0.0
-    for stage, shape, spec in shown.setting.step_specs():
+    for stage, shape, spec in shown.executed.step_specs():
         host = host_seconds(shape, spec, traced(rates.host, factor="this host relative to the reference"))
         if not host:
             continue

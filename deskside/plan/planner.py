@@ -212,7 +212,7 @@ def _expert_notes(setting: Setting, card: str) -> list[str]:
 
 
 def _speed_notes(request: PlanRequest, shown: StepEstimate) -> list[str]:
-    """Return notes on a low precision, a host-bound step, an architecture without measurements, and dense routing."""
+    """Return notes on a low precision, the host's part, an architecture without measurements, and dense routing."""
     notes = _precision_notes(request, shown)
     calibration, gpu = request.calibration, request.card.gpu
     if shown.host_bound:
@@ -221,6 +221,11 @@ def _speed_notes(request: PlanRequest, shown: StepEstimate) -> list[str]:
             f"host-bound: passes of {shown.setting.micro_tokens:,} tokens take the device less time than launching "
             f"their kernels takes the host; the device waits for {shown.step['host'] / shown.step_seconds:.0%} of a "
             f"step (host {source}, +-{shown.speed_spread:.0%}); more tokens per pass are faster"
+        )
+    if shown.replays and shown.setting.graphs == "auto":
+        notes.append(
+            f"passes of {shown.setting.micro_tokens:,} tokens are replayed as CUDA graphs: launching their kernels "
+            "one by one would take the host longer than the device takes to run them"
         )
     if gpu is not None and calibration.source == "published" and (reason := uncalibrated_reason(gpu)):
         notes.append(f"{reason}: speed within +-{calibration.speed_spread:.0%}")

@@ -67,16 +67,17 @@ def point_config(spec: dict[str, Any]) -> RunConfig:
 
     spec: `model` (fields of ModelConfig), `sequence_length`, `tokens` per optimiser step, and optionally `micro_tokens`
     ("auto"), `optimizer` ("muon"), `precision` ("auto"), `activation_checkpointing` ("none"), `compile` ("auto"),
-    `attention` ("auto") and `device` ("auto").
+    `attention` ("auto"), `device` ("auto") and `cuda_graph` ("off", because the calibration separates the host's time
+    from that of the device).
     """
     batch = {"sequence_length", "tokens", "micro_tokens"} & spec.keys()
-    compute = {"activation_checkpointing", "compile", "attention", "device"} & spec.keys()
+    compute = {"activation_checkpointing", "compile", "attention", "device", "cuda_graph"} & spec.keys()
     config = {
         "model": spec["model"],
         "batch": {key: spec[key] for key in sorted(batch)},
         "optim": {"name": spec.get("optimizer", "muon")},
         "precision": {"name": spec.get("precision", "auto")},
-        "compute": {key: spec[key] for key in sorted(compute)},
+        "compute": {"cuda_graph": "off"} | {key: spec[key] for key in sorted(compute)},
         "schedule": {"length": "1000000 steps"},
     }
     return merge.build([config])
@@ -184,7 +185,8 @@ def measure_point(spec: dict[str, Any]) -> dict[str, Any]:
     spec: as in `point_config`, and optionally `warmup_seconds` and `seconds` (those of the timed steps).
     """
     of_others = used_by_others(spec)
-    prepared = prepare_step(point_config(spec))
+    asked = point_config(spec)
+    prepared = prepare_step(asked)
     config, world, fit = prepared.config, prepared.stepper.world, prepared.fit
     device = world.device
     setup_seconds = time.perf_counter() - deskside.STARTED
@@ -227,6 +229,8 @@ def measure_point(spec: dict[str, Any]) -> dict[str, Any]:
         "launch_seconds": launch_seconds,
         "attention": prepared.attention,
         "compile": prepared.mode,
+        "cuda_graph": asked.compute.cuda_graph,
+        "replays": prepared.stepper.graphed is not None,
         "precision": prepared.recipe,
         "params": num_params(config.model),
         "device": device.type,

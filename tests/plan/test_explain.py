@@ -27,7 +27,9 @@ def requests() -> dict[str, PlanRequest]:
         "parallel": {"mode": "shard"},
         "compute": {"activation_checkpointing": "block", "loss_chunk_tokens": 2048},
     }
+    small_passes = {"batch": {"micro_tokens": 2048, "sequence_length": 512, "tokens": 32768}}
     found: dict[str, PlanRequest] = {
+        "replayed": ask(gpu="h200", preset="124m", tokens="1B", overrides=small_passes),
         "open": made.request(value=24.0, price_kwh=0.3),
         "open, four GPUs": made.request(value=24.0, gpus=4),
         "repeated": made.request(value=24.0, unique_tokens=10**8),

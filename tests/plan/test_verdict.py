@@ -497,12 +497,20 @@ def test_an_unknown_architecture_is_said_and_has_a_wider_range() -> None:
 
 def test_passes_that_wait_for_the_host_are_said() -> None:
     small = {"batch": {"micro_tokens": 512, "sequence_length": 512, "tokens": 8192}}
-    plan = make_plan(ask(gpu="h200", preset="124m", tokens="1B", overrides=small))
+    launched = {**small, "compute": {"cuda_graph": "off"}}
+    plan = make_plan(ask(gpu="h200", preset="124m", tokens="1B", overrides=launched))
     assert plan.best is not None and plan.best.estimate.host_bound
     assert any(reason.startswith("host-bound") and "512 tokens" in reason for reason in plan.reason_texts())
     assert plan.best.estimate.speed_spread > 0.5
+    replayed = make_plan(ask(gpu="h200", preset="124m", tokens="1B", overrides=small))
+    assert replayed.best is not None and not replayed.best.estimate.host_bound
+    assert replayed.best.estimate.tokens_per_second[1] > 3 * plan.best.estimate.tokens_per_second[1]
+    assert replayed.best.estimate.memory.allocated > plan.best.estimate.memory.allocated
+    assert any("CUDA graphs" in reason for reason in replayed.reason_texts())
     plain = make_plan(ask(gpu="h200", preset="124m", tokens="1B"))
-    assert not any(reason.startswith("host-bound") for reason in plain.reason_texts())
+    assert not any(
+        reason.startswith("host-bound") or "CUDA graphs" in reason for reason in plain.reason_texts()
+    )
 
 
 def test_what_waits_on_the_host_has_to_fit_there() -> None:

@@ -58,6 +58,7 @@ def test_numbers_agree_with_each_other(result: dict[str, Any]) -> None:
     assert 0 < result["optimizer_seconds"] < step["p90"]
     assert result["steps"] >= 5
     assert (result["device"], result["precision"], result["compile"]) == ("cpu", "fp32", "off")
+    assert (result["cuda_graph"], result["replays"]) == ("off", False)
 
 
 def test_it_really_trains(result: dict[str, Any]) -> None:
@@ -87,6 +88,12 @@ def test_a_step_takes_as_long_as_it_takes() -> None:
     began = time.perf_counter()
     found = measure_point({**SPEC, "seconds": 0.3, "optimizer": "adamw"})
     assert found["steps"] * found["step_seconds"]["p10"] < time.perf_counter() - began
+
+
+def test_graphs_are_measured_if_asked() -> None:
+    """Otherwise the time to launch a step would be that of a graph, and calibrate no host."""
+    assert point_config(SPEC).compute.cuda_graph == "off"
+    assert point_config({**SPEC, "cuda_graph": "auto"}).compute.cuda_graph == "auto"
 
 
 def test_out_of_reach_is_one_line() -> None:
