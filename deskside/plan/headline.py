@@ -31,7 +31,17 @@ def headline(plan: Plan) -> str:
     text = f"{_on(request)}, {text}, using {_uses(best, request.gpus)}"
     if plan.verdict == "yes":
         return text
-    return f"{'No' if plan.verdict == 'no' else 'Yes, if changed as below'}: {text[0].lower()}{text[1:]}"
+    return f"{'No' if plan.verdict == 'no' else _reservation(plan, best)}: {text[0].lower()}{text[1:]}"
+
+
+def _reservation(plan: Plan, best: PlannedBand) -> str:
+    """Return the answer of a plan that is neither a plain yes nor a no."""
+    asked = plan.requested
+    if asked is not None and asked.setting != best.estimate.setting:
+        return "Yes, if changed as below"
+    if asked is not None and asked.fits == "fits":
+        return "Yes, but a smaller model is expected to end lower"
+    return "Yes, with the reservations below"
 
 
 def _not_possible(plan: Plan) -> str:

@@ -24,6 +24,19 @@ def test_memory_of_several_gpus_is_that_of_each(gpus: int, capsys: pytest.Captur
     assert ("GiB on each" in " ".join(sentence.split())) == (gpus > 1)
 
 
+@pytest.mark.parametrize(
+    ("asked", "answer"),
+    [
+        (["--preset", "124m", "--tokens", "10B"], "On an RTX 4090"),
+        (["--preset", "3b", "--hours", "1"], "Yes, if changed as below"),
+        (["--preset", "340m", "--hours", "1"], "Yes, but a smaller model is expected to end lower"),
+    ],
+)
+def test_what_stands_before_a_yes(asked: list[str], answer: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--gpu", "rtx4090", *asked]) == 0
+    assert " ".join(capsys.readouterr().out.split()).startswith(answer)
+
+
 @pytest.mark.parametrize("budget", [["--tokens", "1e16"], ["--hours", "1e6"], ["--flops", "1e30"]])
 @pytest.mark.parametrize("model", [[], ["--depth", "4"]])
 def test_a_run_of_years_is_a_no(
