@@ -69,11 +69,7 @@ def measure(seed: int, specs: list[dict[str, Any]], out: Path, limit: float) -> 
             if "card" in spec:
                 target, arguments = "deskside.probe.card_benchmark:measure_card", {}
             else:
-                # With graphs as in a run. The draw's specs do not say so, to remain those of earlier measurements.
-                target, arguments = (
-                    "deskside.probe.point:measure_point",
-                    {"spec": {**spec, "cuda_graph": "auto"}},
-                )
+                target, arguments = "deskside.probe.point:measure_point", {"spec": spec}
             left = limit - (time.monotonic() - began)
             outcome = child_process.run(target, arguments, min(LIMIT_SECONDS, max(10.0, left)), environment)
             row = {
@@ -168,11 +164,11 @@ def _seconds(row: dict[str, Any]) -> float:
 
 
 def report(
-    points: list[Path], gpu: str, probes: Path | None, out: Path | None, later: Sequence[Path] = ()
+    points: list[Path], gpu: str, probes: Path | None, out: Path | None, later: Sequence[Sequence[Path]] = ()
 ) -> None:
     """Print the accuracy of the planner and write the whole report to `out`.
 
-    later: points of a later draw, and the probe store of their card.
+    later: later draws, each with the file of its points and the probe store of their card.
     """
     comparison = planner_compare.compare(points, gpu, probes)
     lines = []
@@ -206,10 +202,9 @@ def report(
     command = "python -m benchmarks.planner_accuracy compare " + " ".join(map(str, points))
     command += f" --probes {probes}" if probes is not None else ""
     later_lines: list[str] = []
-    if later:
-        draw, its_probes = later
+    for draw, its_probes in later:
         command += f" --later {draw} {its_probes}"
-        later_lines = planner_section.later_section(planner_compare.compare([draw], gpu, its_probes), draw)
+        later_lines += planner_section.later_section(planner_compare.compare([draw], gpu, its_probes), draw)
     text = [
         "# Planner accuracy",
         "",
@@ -265,8 +260,9 @@ def main() -> None:
         type=Path,
         nargs=2,
         metavar=("POINTS", "PROBES"),
-        default=(),
-        help="a draw with its own probe",
+        action="append",
+        default=[],
+        help="a draw with its own probe; can be repeated",
     )
     comparing.add_argument("--gpu", default="h200")
     comparing.add_argument("--out", type=Path, help="without it, only the summary is printed")

@@ -72,7 +72,8 @@ class StepTime(_Record):
 
 class ReportedPoint(_Record):
     """A short training run. model: fields of ModelConfig; matmul_flops: of a large BF16 product, just before the run;
-    precision: the recipe that ran; launch_seconds: the host's time to launch a step of fused kernels."""
+    precision: the recipe that ran; launch_seconds: the host's time to launch a step of fused kernels; replays: its
+    passes were CUDA graphs."""
 
     model: Annotated[dict[ModelField, bool | int | float | Word], Field(max_length=80)]
     sequence_length: Annotated[int, Field(ge=2, le=2**24)]
@@ -85,6 +86,7 @@ class ReportedPoint(_Record):
     step_seconds: StepTime
     matmul_flops: Flops
     launch_seconds: Seconds | None = None
+    replays: bool = False
     peak_allocated_bytes: Bytes
     peak_reserved_bytes: Bytes
     device_used_bytes: Bytes
@@ -174,7 +176,11 @@ class CardReport(_Record):
         return self
 
     def to_json(self) -> dict[str, Any]:
-        return self.model_dump(mode="json", by_alias=True)
+        content = self.model_dump(mode="json", by_alias=True)
+        for point in content["points"]:
+            if not point["replays"]:
+                del point["replays"]  # reports had no such field until 2026-12, and must keep their digests
+        return content
 
     @property
     def digest(self) -> str:
@@ -279,6 +285,7 @@ def _point(row: Mapping[str, Any]) -> dict[str, Any]:
         "step_seconds": {name: result["step_seconds"][name] for name in ("median", "p10", "p90")},
         "matmul_flops": result["matmul_peak_tflops"] * 1e12,
         "launch_seconds": result.get("launch_seconds"),
+        "replays": result.get("replays", False),
         "watts": result.get("watts"),
     }
 

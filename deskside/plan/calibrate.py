@@ -45,6 +45,10 @@ Source = Literal["measured", "reported", "published"]
 COPY_SHARE = 0.867  # bandwidth of a large copy / data sheet: 4.16 of 4.8 TB/s on an H200
 CONTEXT_BYTES = 900 * 2**20  # CUDA context and library handles; 770 MiB on an H200 with torch 2.11
 NOISE = 0.03  # relative standard deviation of the step time of one measured point
+# A point measures the device if launching takes less than this share of its step, by the model of the host. It is far
+# below 1 because of the model's errors: a step that waited for the host took 1.48 times the modelled time of its host
+# (docs/planner-accuracy.md, the draw of 2026-12-01).
+DEVICE_BOUND = 2 / 3
 # Standard deviation of the prior of the factors on products, traffic and delays.
 PRIOR_SPREAD = {"cuda": (0.15, 0.25, 0.5), "cpu": (1.0, 2.0, 4.0)}
 # Half-widths of the range of predicted speeds, as shares: the minimum for a measured card; for an architecture with at
@@ -96,14 +100,13 @@ def calibrate(
     "point" (training run). reports: what other owners reported of such cards.
     Raises UsageError for a card that has neither a data sheet nor a usable measurement.
     """
-    usable = [
-        row for row in points if row["kind"] == "point" and row["status"] == "ok" and _is_informative(row)
-    ]
+    ran = [row for row in points if row["kind"] == "point" and row["status"] == "ok"]
+    usable, host_factor = _usable(ran)
     card = next(
         (row["result"] for row in reversed(points) if row["kind"] == "card" and row["status"] == "ok"), None
     )
     if usable:
-        return _measured(gpu, usable, card)
+        return _measured(gpu, usable, card, host_factor)
     if gpu is None:
         raise UsageError(
             "this device is not in the table of GPUs and was not measured; measure it with: deskside probe"
@@ -130,35 +133,40 @@ def measured_fp8_speedup(rows: Sequence[Mapping[str, Any]]) -> Speedup | None:
     return Speedup(statistics.median(gains), f"measured: {count} on this card with deskside probe")
 
 
-def _is_informative(row: Mapping[str, Any]) -> bool:
-    """Return True if a point measures the speed of the device.
+def _usable(points: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], float | None]:
+    """Return the points of one machine that measure the speed of its device, and the factor of its host.
 
-    It must use the format of the measured matmul rate, and launching must take less than 90 % of the step time.
-    Otherwise the step time depends more on the host than on the device.
+    They use the format of the measured matmul rate, and the host does not limit their steps.
     """
+    rated = [row for row in points if _in_rated_format(row)]
+    factor = _host_factor(rated)
+    host = HostTimes().scaled(factor or 1.0)
+    return [row for row in rated if not _waits_for_host(row, host)], factor
+
+
+def _in_rated_format(row: Mapping[str, Any]) -> bool:
     result = row["result"]
-    rated_formats = ("bf16", "fp32") if result.get("device") == "cpu" else ("bf16",)
-    if result.get("precision", "bf16") not in rated_formats:
-        return False
-    return not _waits_for_host(row, HostTimes().scaled(_host_factor([row]) or 1.0))
+    return result.get("precision", "bf16") in (
+        ("bf16", "fp32") if result.get("device") == "cpu" else ("bf16",)
+    )
 
 
 def _waits_for_host(row: Mapping[str, Any], host: HostTimes) -> bool:
-    return host_seconds(*_step(row), host) >= 0.9 * float(row["result"]["step_seconds"]["median"])
+    return host_seconds(*_step(row), host) >= DEVICE_BOUND * float(row["result"]["step_seconds"]["median"])
 
 
 def _host_factor(points: Sequence[Mapping[str, Any]]) -> float | None:
     """Return this machine's host time relative to the reference machine's; None if no fused step timed it.
 
-    It is the minimum over the points, because launches block while the device's queue is full. A blocked launch makes
-    the host look slower, never faster.
+    It is the minimum over the points that launched their passes, because launches block while the device's queue is
+    full. A blocked launch makes the host look slower, never faster.
     """
     factors = []
     for row in points:
         launch = row["result"].get("launch_seconds")
         shape, spec = _step(row)
         modelled = host_seconds(shape, spec, HostTimes())
-        if launch and spec.fused and modelled:
+        if launch and spec.fused and spec.graphs == "off" and modelled:
             factors.append(float(launch) / modelled)
     return min(factors, default=None)
 
@@ -193,9 +201,9 @@ def _reported(gpu: Gpu, reports: Sequence[Reported]) -> Calibration | None:
     usable: dict[str, Calibration] = {}
     points = 0
     for entry in reports:
-        rows = [row for point in entry.report.points if _is_informative(row := point.probe_row())]
+        rows, host_factor = _usable([point.probe_row() for point in entry.report.points])
         if rows:
-            usable[entry.digest] = _measured(gpu, rows, None)
+            usable[entry.digest] = _measured(gpu, rows, None, host_factor)
             points += len(rows)
     if not usable:
         return None
@@ -230,9 +238,15 @@ def _reported(gpu: Gpu, reports: Sequence[Reported]) -> Calibration | None:
 
 
 def _measured(
-    gpu: Gpu | None, points: Sequence[Mapping[str, Any]], card: Mapping[str, Any] | None
+    gpu: Gpu | None,
+    points: Sequence[Mapping[str, Any]],
+    card: Mapping[str, Any] | None,
+    host_factor: float | None,
 ) -> Calibration:
-    """Return the calibration from measured points. card: result of the device benchmark, None if it did not run."""
+    """Return the calibration from points that measure the device.
+
+    card: result of the device benchmark, None if it did not run. host_factor: of the host, None if no point timed it.
+    """
     device = str(points[-1]["result"].get("device", "cuda"))
     peak = statistics.median(float(row["result"]["matmul_peak_tflops"]) * 1e12 for row in points)
     if gpu is not None:
@@ -244,10 +258,7 @@ def _measured(
         raise UsageError(
             "the bandwidth of this device has not been measured; measure it with: deskside probe"
         )
-    host_factor = _host_factor(points)
     prior = replace(prior, host=prior.host.scaled(host_factor or 1.0))
-    # Points that did not time the host may wait for it if it is slower than the reference.
-    points = [row for row in points if not _waits_for_host(row, prior.host)]
     factors, spread = _fit(points, prior, PRIOR_SPREAD["cpu" if device == "cpu" else "cuda"])
     # device_used_bytes are read at the end of a point. They may be less than the peak that torch had reserved.
     overhead = [
@@ -321,6 +332,7 @@ def _step(row: Mapping[str, Any]) -> tuple[ModelConfig, StepSpec]:
         activation_checkpointing=point.get("activation_checkpointing", "none"),
         compiled=result.get("compile", "block") != "off",
         copies="step" if result.get("compile") == "fused" else "pass",
+        graphs="on" if result.get("replays") else "off",
     )
     return ModelConfig(**point["model"]), spec
 

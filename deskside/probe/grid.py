@@ -110,8 +110,12 @@ def make_point(
     precision: str = "auto",
     checkpointing: str = "none",
     micro_tokens: int | str = "auto",
+    cuda_graph: str | None = None,
 ) -> Point:
-    """Return a point. Equal models get equal specs: fields with default values are left out, except `SHAPE_FIELDS`."""
+    """Return a point. Equal models get equal specs: fields with default values are left out, except `SHAPE_FIELDS`.
+
+    cuda_graph: as in `compute.cuda_graph`; None to leave the decision to the run.
+    """
     if sequence_length > model.max_position_embeddings:
         model = model.model_copy(update={"max_position_embeddings": sequence_length})
     fields = model.model_dump(exclude_defaults=True) | {name: getattr(model, name) for name in SHAPE_FIELDS}
@@ -125,6 +129,7 @@ def make_point(
         "optimizer": optimizer,
         "precision": precision,
         "activation_checkpointing": checkpointing,
+        **({"cuda_graph": cuda_graph} if cuda_graph else {}),
     }
     return Point(model, spec)
 
@@ -244,7 +249,7 @@ def calibration_points(memory_bytes: int, device: str) -> list[Point]:
     The planner has few unknowns (the share of the benchmarked speed that each kind of work reaches, and the memory that
     it does not model), so each point varies several things at once: model size, sequence length, heads, optimizer,
     recomputation, accumulation. On a GPU, the largest model is chosen so that its states take at most half of the
-    memory, if possible.
+    memory, if possible. The last point is launched by the host, not replayed, because it times the host.
     """
     if device == "cpu":
         return _cpu_calibration()
@@ -262,7 +267,7 @@ def calibration_points(memory_bytes: int, device: str) -> list[Point]:
         make_point(large, 1024, 16384, checkpointing="block"),
         make_point(no_grouping, 512, 32768, "adamw", micro_tokens=8192),
         make_point(middle, 2048, 32768, "adamw", checkpointing="block"),
-        make_point(small, 2048, 16384, micro_tokens=2048),
+        make_point(small, 2048, 16384, micro_tokens=2048, cuda_graph="off"),
     ]
 
 

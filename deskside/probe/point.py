@@ -67,8 +67,7 @@ def point_config(spec: dict[str, Any]) -> RunConfig:
 
     spec: `model` (fields of ModelConfig), `sequence_length`, `tokens` per optimiser step, and optionally `micro_tokens`
     ("auto"), `optimizer` ("muon"), `precision` ("auto"), `activation_checkpointing` ("none"), `compile` ("auto"),
-    `attention` ("auto"), `device` ("auto") and `cuda_graph` ("off", because the calibration separates the host's time
-    from that of the device).
+    `attention` ("auto"), `device` ("auto") and `cuda_graph` ("auto").
     """
     batch = {"sequence_length", "tokens", "micro_tokens"} & spec.keys()
     compute = {"activation_checkpointing", "compile", "attention", "device", "cuda_graph"} & spec.keys()
@@ -77,7 +76,7 @@ def point_config(spec: dict[str, Any]) -> RunConfig:
         "batch": {key: spec[key] for key in sorted(batch)},
         "optim": {"name": spec.get("optimizer", "muon")},
         "precision": {"name": spec.get("precision", "auto")},
-        "compute": {"cuda_graph": "off"} | {key: spec[key] for key in sorted(compute)},
+        "compute": {key: spec[key] for key in sorted(compute)},
         "schedule": {"length": "1000000 steps"},
     }
     return merge.build([config])

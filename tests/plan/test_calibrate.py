@@ -1,5 +1,6 @@
 """Calibration: planted factors are recovered, ranges hold, and nothing is guessed about an unknown GPU."""
 
+import json
 import random
 import statistics
 import subprocess
@@ -41,7 +42,9 @@ from deskside.utils.errors import UsageError
 from tests.measurements.made_report import faster, made
 
 Row = dict[str, Any]
-POINTS = Path(__file__).parents[2] / "docs/data/2026-11-20-planner/h200_points.jsonl"
+DATA = Path(__file__).parents[2] / "docs/data"
+POINTS = DATA / "2026-11-20-planner/h200_points.jsonl"
+FUSED = {"compile": "fused"}
 SPECS = configurations(48, seed=1)
 PROBED, TESTED = SPECS[:16], SPECS[16:]
 
@@ -224,7 +227,7 @@ def test_the_range_of_an_unknown_architecture_holds_when_one_is_left_out() -> No
 
 def fused(spec: Row, rates: Rates, launch: float | None) -> Row:
     """Return a point of the hand-written step, with the seconds that launching took."""
-    step_spec = step_spec_of(spec, None, {"compile": "fused"})
+    step_spec = step_spec_of(spec, None, FUSED)
     step = sum(step_seconds(shape_of(spec), step_spec, rates).values())
     found = point(spec, rates, launch_seconds=launch, compile="fused")
     found["result"]["step_seconds"] = {"median": step, "p10": step, "p90": step}
@@ -239,7 +242,7 @@ def test_the_probe_measures_the_host(factor: float) -> None:
     specs = [{**spec, "activation_checkpointing": "none"} for spec in PROBED]
     rows = []
     for place, spec in enumerate(specs):
-        launch = host_seconds(shape_of(spec), step_spec_of(spec, None, {"compile": "fused"}), rates.host)
+        launch = host_seconds(shape_of(spec), step_spec_of(spec, None, FUSED), rates.host)
         # Points whose launch queue was full show more.
         rows.append(fused(spec, rates, launch * (3.0 if place % 3 else 1.0)))
     found = calibrate(find("rtx4090"), rows)
@@ -250,12 +253,41 @@ def test_the_probe_measures_the_host(factor: float) -> None:
     assert not untimed.host_measured and untimed.rates.host.factor == 1.0
 
 
+def test_a_host_slower_than_modelled_does_not_rate_the_card() -> None:
+    """A probe of 2026-12-01: one of seven points waited for a host that was slower than in the others."""
+    lines = (DATA / "2026-12-01-planner/probes/h200.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    waited = [row for row in rows if row["key"]["spec"].get("sequence_length") == 512]
+    assert len(waited) == 1 and waited[0]["result"]["watts"] < 400
+    rest = [row for row in rows if row not in waited]
+    found = calibrate(find("h200"), rows)
+    assert found == calibrate(find("h200"), rest) and found.basis.startswith("5 points")
+    assert found.speed_spread < 0.12  # 0.76 when it was counted
+
+
+def test_replayed_points_rate_the_card_and_do_not_time_the_host() -> None:
+    rates = planted("rtx4090", 1.1, 1.2, 1.0)
+    launched = {**SPECS[0], "activation_checkpointing": "none"}
+    timed = fused(
+        launched, rates, host_seconds(shape_of(launched), step_spec_of(launched, None, FUSED), rates.host)
+    )
+    small = {**launched, "micro_tokens": 2048, "sequence_length": 512, "tokens": 16384}
+    spec = replace(step_spec_of(small, None, FUSED), graphs="on")
+    replayed = fused(small, rates, 1e-3)  # a replay is submitted in no time
+    replayed["result"]["replays"] = True
+    step = sum(step_seconds(shape_of(small), spec, rates).values())
+    replayed["result"]["step_seconds"] = {"median": step, "p10": step, "p90": step}
+    found = calibrate(find("rtx4090"), [timed, replayed])
+    assert found.rates.host.factor == pytest.approx(1.0) and found.basis.startswith("2 points")
+    assert host_seconds(shape_of(small), step_spec_of(small, None, FUSED), rates.host) > step
+
+
 def test_compiled_points_that_wait_for_a_slow_host_are_not_counted() -> None:
     """Only fused points time the host, so these look as if the device was busy most of the time."""
     rates = uncalibrated_rates(find("rtx4090"))
     slow = replace(rates, host=rates.host.scaled(2.5))
     timed = {**SPECS[0], "activation_checkpointing": "none"}
-    launch = host_seconds(shape_of(timed), step_spec_of(timed, None, {"compile": "fused"}), slow.host)
+    launch = host_seconds(shape_of(timed), step_spec_of(timed, None, FUSED), slow.host)
     waiting = {**SPECS[0], "micro_tokens": 8192, "sequence_length": 512, "tokens": 32768}
     waiting["activation_checkpointing"] = "attention"
     found = calibrate(find("rtx4090"), [fused(timed, slow, launch), point(waiting, slow, noise=-0.01)])

@@ -12,6 +12,7 @@ import torch
 
 from deskside.budget.shape import flops_per_token, num_params
 from deskside.probe import point
+from deskside.probe.grid import calibration_points
 from deskside.probe.point import (
     RandomRows,
     measure_point,
@@ -58,7 +59,7 @@ def test_numbers_agree_with_each_other(result: dict[str, Any]) -> None:
     assert 0 < result["optimizer_seconds"] < step["p90"]
     assert result["steps"] >= 5
     assert (result["device"], result["precision"], result["compile"]) == ("cpu", "fp32", "off")
-    assert (result["cuda_graph"], result["replays"]) == ("off", False)
+    assert (result["cuda_graph"], result["replays"]) == ("auto", False)
 
 
 def test_it_really_trains(result: dict[str, Any]) -> None:
@@ -90,10 +91,11 @@ def test_a_step_takes_as_long_as_it_takes() -> None:
     assert found["steps"] * found["step_seconds"]["p10"] < time.perf_counter() - began
 
 
-def test_graphs_are_measured_if_asked() -> None:
-    """Otherwise the time to launch a step would be that of a graph, and calibrate no host."""
-    assert point_config(SPEC).compute.cuda_graph == "off"
-    assert point_config({**SPEC, "cuda_graph": "auto"}).compute.cuda_graph == "auto"
+def test_passes_are_replayed_as_in_a_run_unless_the_point_times_the_host() -> None:
+    assert point_config(SPEC).compute.cuda_graph == "auto"
+    *others, host = calibration_points(24 * 2**30, "cuda")
+    assert point_config(dict(host.spec)).compute.cuda_graph == "off"
+    assert {point_config(dict(point.spec)).compute.cuda_graph for point in others} == {"auto"}
 
 
 def test_out_of_reach_is_one_line() -> None:
