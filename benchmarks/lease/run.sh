@@ -12,6 +12,8 @@ shift
 mkdir -p ../bin
 command -v python > /dev/null || printf '#!/bin/sh\nexec python3 "$@"\n' > ../bin/python
 chmod -f +x ../bin/python
-export PATH=$HOME/lease/bin:$PATH FLASH4=$HOME/lease/bundle-fa4/fa4
+# quack-kernels recognizes functions of libraries by a folder `site-packages` in their path, and refuses ours otherwise.
+[ ! -e ../bundle-fa4/fa4 ] || ln -sfn fa4 ../bundle-fa4/site-packages
+export PATH=$HOME/lease/bin:$PATH FLASH4=$HOME/lease/bundle-fa4/site-packages
 export PYTHONPATH=$PWD:$HOME/lease/bundle-packages/site:$HOME/lease/bundle-packages/serve:$HOME/lease/bundle-search/search
 python3 -u -m benchmarks.release --data english --sets sets --out ../out "$@"
