@@ -20,6 +20,8 @@ from deskside.utils.errors import UsageError
 ACTIVATION_IDS = {"silu": 0, "gelu": 1, "gelu_new": 2, "relu2": 3}
 FP8_ROWS = 64  # rows of a tile with a transposed copy, and so the bytes of each contiguous piece of the copy
 NORM_ROWS = 32  # fewer, so that a program's rows are still in the cache for its second pass
+# 2 use 32 KB of shared memory. 3 are 5 % faster than 2 with 768 channels, but 5 % slower with 2,048.
+NORM_STAGES = 2
 PROGRAMS_PER_SM = 16  # for kernels that keep sums in registers; enough to hide the latency of loads
 
 
@@ -101,7 +103,7 @@ def add_norm(
     fp8 = _fp8((N, D), cast.dtype, residual.device)
     triton_norm.add_norm_fp8[(ceil_div(N, NORM_ROWS),)](
         residual, delta, weight, out, fp8.rows, _transposed_words(fp8), rstd, cast.scale, cast.amax, N, eps,
-        D, NORM_ROWS, 256, delta is not None, num_warps=8,
+        D, NORM_ROWS, 256, delta is not None, NORM_STAGES, num_warps=8,
     )  # fmt: skip
     return out, fp8, rstd
 

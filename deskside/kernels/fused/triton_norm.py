@@ -36,30 +36,34 @@ def add_norm(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _add_residual(  # type: ignore[no-untyped-def]
-    RESIDUAL, DELTA, RESIDUAL_OUT, offsets, mask, HAS_DELTA: tl.constexpr
-):
-    """Write residual + delta, and return the written value in float32."""
+def _add(RESIDUAL, DELTA, RESIDUAL_OUT, offsets, mask, HAS_DELTA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return residual + delta in the format of RESIDUAL_OUT."""
     if HAS_DELTA:
         x = tl.load(RESIDUAL + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
         x += tl.load(DELTA + offsets, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
-        rounded = x.to(RESIDUAL_OUT.dtype.element_ty)
-        tl.store(RESIDUAL_OUT + offsets, rounded, mask=mask)
-        x = rounded.to(tl.float32)
     else:
         x = tl.load(RESIDUAL + offsets, mask=mask, other=0.0).to(tl.float32)
-    return x
+    return x.to(RESIDUAL_OUT.dtype.element_ty)
+
+
+@triton.jit
+def _add_square(total, x):  # type: ignore[no-untyped-def]
+    """Return total + x**2 in float32."""
+    x = x.to(tl.float32)
+    return total + x * x
 
 
 @triton.jit
 def add_norm_fp8(  # type: ignore[no-untyped-def]
     RESIDUAL, DELTA, WEIGHT, RESIDUAL_OUT, ROWS, WORDS, RSTD, SCALE, AMAX, N, eps,
-    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_DELTA: tl.constexpr,
+    D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_DELTA: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Like `add_norm`, in FP8: writes ROWS and its transpose, in two passes over pieces of BLOCK_D columns.
 
     The second pass finds the sum that the first one wrote in the L2 cache; residual and delta, which are not read
-    again, are therefore loaded as evict_first. Without delta, RESIDUAL_OUT is RESIDUAL.
+    again, are therefore loaded as evict_first. Without delta, RESIDUAL_OUT is RESIDUAL. All loads of a piece precede
+    its stores, because the compiler does not move a load before a store to memory that may be the same. STAGES - 1
+    pieces are loaded ahead.
     """
     words = tl.program_id(0).to(tl.int64) * (BLOCK_N // 4) + tl.arange(0, BLOCK_N // 4)
     word_mask = words < N // 4
@@ -67,18 +71,23 @@ def add_norm_fp8(  # type: ignore[no-untyped-def]
     squares1 = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.float32)
     squares2 = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.float32)
     squares3 = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.float32)
-    for start in range(0, D, BLOCK_D):
+    for start in tl.range(0, D, BLOCK_D, num_stages=STAGES):
         columns = start + tl.arange(0, BLOCK_D)
         mask = word_mask[:, None] & (columns < D)[None, :]
         offsets = words[:, None] * (4 * D) + columns[None, :]
-        x = _add_residual(RESIDUAL, DELTA, RESIDUAL_OUT, offsets, mask, HAS_DELTA)
-        squares0 += x * x
-        x = _add_residual(RESIDUAL, DELTA, RESIDUAL_OUT, offsets + D, mask, HAS_DELTA)
-        squares1 += x * x
-        x = _add_residual(RESIDUAL, DELTA, RESIDUAL_OUT, offsets + 2 * D, mask, HAS_DELTA)
-        squares2 += x * x
-        x = _add_residual(RESIDUAL, DELTA, RESIDUAL_OUT, offsets + 3 * D, mask, HAS_DELTA)
-        squares3 += x * x
+        x0 = _add(RESIDUAL, DELTA, RESIDUAL_OUT, offsets, mask, HAS_DELTA)
+        x1 = _add(RESIDUAL, DELTA, RESIDUAL_OUT, offsets + D, mask, HAS_DELTA)
+        x2 = _add(RESIDUAL, DELTA, RESIDUAL_OUT, offsets + 2 * D, mask, HAS_DELTA)
+        x3 = _add(RESIDUAL, DELTA, RESIDUAL_OUT, offsets + 3 * D, mask, HAS_DELTA)
+        if HAS_DELTA:
+            tl.store(RESIDUAL_OUT + offsets, x0, mask=mask)
+            tl.store(RESIDUAL_OUT + offsets + D, x1, mask=mask)
+            tl.store(RESIDUAL_OUT + offsets + 2 * D, x2, mask=mask)
+            tl.store(RESIDUAL_OUT + offsets + 3 * D, x3, mask=mask)
+        squares0 = _add_square(squares0, x0)
+        squares1 = _add_square(squares1, x1)
+        squares2 = _add_square(squares2, x2)
+        squares3 = _add_square(squares3, x3)
     rstd0 = tl.rsqrt(tl.sum(squares0, axis=1) / D + eps)
     rstd1 = tl.rsqrt(tl.sum(squares1, axis=1) / D + eps)
     rstd2 = tl.rsqrt(tl.sum(squares2, axis=1) / D + eps)
@@ -91,7 +100,7 @@ def add_norm_fp8(  # type: ignore[no-untyped-def]
         tl.debug_barrier()  # the sums read below may have been written by other threads
     scale = tl.load(SCALE)
     largest = tl.zeros((BLOCK_N // 4, BLOCK_D), tl.float32)
-    for start in range(0, D, BLOCK_D):
+    for start in tl.range(0, D, BLOCK_D, num_stages=STAGES):
         columns = start + tl.arange(0, BLOCK_D)
         mask = word_mask[:, None] & (columns < D)[None, :]
         ptrs = RESIDUAL_OUT + words[:, None] * (4 * D) + columns[None, :]
