@@ -4,9 +4,8 @@
 # the next call may replace the working tree.
 set -euo pipefail
 work=$HOME/lease
-mkdir -p "$work/out" "$work/src/docs"
+mkdir -p "$work/out" "$work/src"
 cp -r deskside benchmarks tests pyproject.toml "$work/src"
-cp -r docs/data "$work/src/docs"
 cd "$work"
 setsid nohup bash src/benchmarks/lease/run.sh "$@" > out/release.log 2>&1 < /dev/null &
 nvidia-smi --query-gpu=name,memory.used,driver_version --format=csv,noheader
