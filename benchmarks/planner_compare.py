@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.planner_tables import Errors, formula
-from deskside.budget.memory import training_memory
+from deskside.budget.memory import instants
 from deskside.budget.speed import Rates, replays_by_itself, tokens_per_second
 from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
@@ -303,13 +303,15 @@ def _compared(
     rates, overhead = (probed or unprobed).rates, (probed or unprobed).overhead_bytes
     if work.graphs == "auto":
         work = replace(work, graphs="on" if replays_by_itself(shape, work, rates) else "off")
-    memory = training_memory(shape, work)
+    # No row evaluates. torch counts the memory of a captured pass as reserved, but not as allocated.
+    in_step = [memory for name, memory in instants(shape, work).items() if name != "evaluation"]
+    reserved = max(memory.reserved for memory in in_step)
     return ComparedRow(
         row,
         shape,
-        memory.allocated,
-        memory.reserved,
-        memory.reserved + overhead,
+        max(memory.allocated - memory.items.get("captured pass", 0) for memory in in_step),
+        reserved,
+        reserved + overhead,
         tokens_per_second(shape, work, unprobed.rates),
         tokens_per_second(shape, work, probed.rates) if probed is not None else None,
         tokens_per_second(shape, work, without_host_term(rates)),
