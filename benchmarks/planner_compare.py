@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.planner_tables import Errors, formula
 from deskside.budget.memory import instants
-from deskside.budget.speed import Rates, replays_by_itself, tokens_per_second
+from deskside.budget.speed import Rates, tokens_per_second, with_graphs_decided
 from deskside.budget.step_spec import StepSpec
 from deskside.config.model import ModelConfig
 from deskside.facts.gpus import Gpu, find
@@ -299,10 +299,9 @@ def _compared(
     row: Mapping[str, Any], gpu: Gpu, unprobed: Calibration, probed: Calibration | None
 ) -> ComparedRow:
     shape = shape_of(row["spec"])
-    work = step_spec_of(row["spec"], row["result"]["micro_tokens"], row["result"])
     rates, overhead = (probed or unprobed).rates, (probed or unprobed).overhead_bytes
-    if work.graphs == "auto":
-        work = replace(work, graphs="on" if replays_by_itself(shape, work, rates) else "off")
+    work = step_spec_of(row["spec"], row["result"]["micro_tokens"], row["result"])
+    work = with_graphs_decided(shape, work, rates)
     # No row evaluates. torch counts the memory of a captured pass as reserved, but not as allocated.
     in_step = [memory for name, memory in instants(shape, work).items() if name != "evaluation"]
     reserved = max(memory.reserved for memory in in_step)

@@ -202,12 +202,18 @@ def product_rate(operator: Operator, rates: Rates) -> float:
 
 def step_seconds(shape: Shape, spec: StepSpec, rates: Rates) -> dict[str, float]:
     """Return the seconds of one optimizer step by item (`ITEMS`). They add up to the whole step."""
-    if spec.graphs == "auto":
-        spec = replace(spec, graphs="on" if replays_by_itself(shape, spec, rates) else "off")
+    spec = with_graphs_decided(shape, spec, rates)
     seconds = device_item_seconds(shape, spec, rates)
     host, device = host_seconds(shape, spec, rates.host), sum(seconds.values())
     seconds["host"] = overlapped_seconds(device, host, rates.host.overlap) - device
     return seconds
+
+
+def with_graphs_decided(shape: Shape, spec: StepSpec, rates: Rates) -> StepSpec:
+    """Return the step with CUDA graphs on or off. "auto" becomes what a run with enough memory decides."""
+    if spec.graphs != "auto":
+        return spec
+    return replace(spec, graphs="on" if replays_by_itself(shape, spec, rates) else "off")
 
 
 def replays_by_itself(shape: Shape, spec: StepSpec, rates: Rates) -> bool:

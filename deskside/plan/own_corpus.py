@@ -99,7 +99,7 @@ def _choices(candidate: Candidate) -> dict[str, Any]:
     return layer
 
 
-def too_large(weights: int, unique_tokens: int) -> str:
+def too_large(weights: int) -> str:
     """Return the warning about a model with more weights than the limit for the text."""
     return (
         f"a token is multiplied with {count(weights)} weights, more than {MAX_WEIGHTS_PER_TOKEN:g} for each token of "
@@ -115,7 +115,7 @@ def sentence(candidate: Candidate, unique_tokens: int, given: Mapping[str, Any])
     size = f"{candidate.weights / unique_tokens:.1f} weights for each token"
     limit = MAX_WEIGHTS_PER_TOKEN * unique_tokens
     if candidate.weights > limit:
-        size += f"; {too_large(candidate.weights, unique_tokens)}"
+        size += f"; {too_large(candidate.weights)}"
     elif 2 * candidate.weights > limit:
         size += f"; larger models than {count(limit)} weights are left out, because "
         size += "they are likely to overfit and were not measured"

@@ -309,7 +309,7 @@ def _repetition_notes(request: PlanRequest, chosen: PlannedBand) -> list[str]:
             f"{count(USEFUL_EPOCHS * unique)} tokens are enough; {helps}"
         )
     if not request.own_corpus and candidate.weights > MAX_WEIGHTS_PER_TOKEN * unique and request.pretrains:
-        notes.append(own_corpus.too_large(candidate.weights, unique))
+        notes.append(own_corpus.too_large(candidate.weights))
     if candidate.weights > MAX_WEIGHTS_PER_TOKEN * unique and request.pretrains:
         notes += _size_for_the_text(request, candidate)
     return notes

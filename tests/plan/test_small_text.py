@@ -57,7 +57,7 @@ def test_any_text_in_any_time(unique: int, of_hours: float, own_corpus: bool, te
     best = plan.best.candidate
     if best.weights > MAX_WEIGHTS_PER_TOKEN * unique:
         said = " ".join(plan.reason_texts("text"))
-        assert too_large(best.weights, unique) in said and "are left out" not in said
+        assert too_large(best.weights) in said and "are left out" not in said
     if best.forecast != best.loss:
         assert "rough guess" in " ".join(plan.reason_texts("text"))
 
